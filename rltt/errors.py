@@ -1,0 +1,25 @@
+"""Errors that a user can cause and mend.
+
+The command line prints the message of a `UserError` and exits with status 2; any other exception is a bug in rltt and
+keeps its traceback. A message says where (file, row or key), what was found, and what would be right.
+"""
+
+
+class UserError(Exception):
+    """Bad input: a recipe, a data file, a reward function or a checkpoint."""
+
+
+class RecipeError(UserError):
+    """A recipe key is unknown, has the wrong type, or cannot be combined with another."""
+
+
+class DataError(UserError):
+    """A data source cannot be read, or a row of it is malformed."""
+
+
+class RewardError(UserError):
+    """A reward function cannot be found, imported or called."""
+
+
+class PolicyError(UserError):
+    """A checkpoint cannot be loaded, is not looped, or does not have the depth asked for."""

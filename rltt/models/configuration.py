@@ -1,0 +1,98 @@
+"""Configurations of the looped model families. No torch here: recipes and plans read them too."""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+
+@strict
+class OuroConfig(LlamaConfig):
+    """LoopLM with upstream's field names, so that `ByteDance/Ouro-1.4B` loads without remote code.
+
+    Args:
+        total_ut_steps: T, the number of loops. The model reads it at every forward: there is no second copy.
+        early_exit_threshold: 1 or more reads the last loop; below 1 is the Q-exit.
+    """
+
+    model_type = "ouro"
+    # Saved Hub configurations carry an `auto_map` to remote code; our registered class must win over it.
+    auto_map: ClassVar[dict[str, str]] = {}
+
+    vocab_size: int = 49152
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 65536
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 0
+    total_ut_steps: int = 4
+    early_exit_threshold: float = 1.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
+        check_loop_fields(self)
+
+
+@strict
+class LoopedLlamaConfig(LlamaConfig):
+    """A Llama-family decoder run T times. See `LoopedFields` in the README for the loop's own fields.
+
+    Args:
+        total_ut_steps: T, the number of loops; 1 is exactly the dense model.
+        early_exit_threshold: 1 or more reads the last loop; below 1 is the Q-exit.
+        loop_mixing: `scalar`: w·E + (1-w)·h enters loops after the first; `identity`: h does.
+        loop_mixing_init: w at conversion.
+        norm_each_loop: whether the next loop receives the normed state.
+        use_exit_gate: whether there is an exit gate.
+    """
+
+    model_type = "looped_llama"
+    auto_map: ClassVar[dict[str, str]] = {}
+
+    total_ut_steps: int = 2
+    early_exit_threshold: float = 1.0
+    loop_mixing: str = "scalar"
+    loop_mixing_init: float = 0.99
+    norm_each_loop: bool = True
+    use_exit_gate: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_loop_fields(self)
+
+
+@strict
+class LoopedQwen3Config(Qwen3Config):
+    """A Qwen3-family decoder run T times. The loop's fields are those of `LoopedLlamaConfig`."""
+
+    model_type = "looped_qwen3"
+    auto_map: ClassVar[dict[str, str]] = {}
+
+    total_ut_steps: int = 2
+    early_exit_threshold: float = 1.0
+    loop_mixing: str = "scalar"
+    loop_mixing_init: float = 0.99
+    norm_each_loop: bool = True
+    use_exit_gate: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_loop_fields(self)
+
+
+LoopedConfig = OuroConfig | LoopedLlamaConfig | LoopedQwen3Config
+
+
+def check_loop_fields(config: LoopedConfig) -> None:
+    """Refuse values of the loop's fields that no forward could honour."""
+    if config.total_ut_steps < 1:
+        raise ValueError(f"total_ut_steps must be at least 1, found {config.total_ut_steps}")
+    mixing = getattr(config, "loop_mixing", "identity")
+    if mixing not in ("scalar", "identity"):
+        raise ValueError(f"loop_mixing must be 'scalar' or 'identity', found {mixing!r}")
+    if config.early_exit_threshold < 1.0 and not getattr(config, "use_exit_gate", True):
+        raise ValueError("early_exit_threshold below 1 needs an exit gate, but use_exit_gate is false")

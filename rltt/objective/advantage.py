@@ -1,0 +1,46 @@
+"""Advantages: the reward of a completion against the others of its group (GRPO, eq. 3).
+
+Rewards are NaN where no reward function applied: such a completion is left out of its group's statistics and gets A = 0.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Scale = Literal["group", "batch", "none"]
+
+
+def group_advantages(
+    rewards: Float[Tensor, "B"], num_generations: int, scale: Scale = "group", epsilon: float = 1e-4
+) -> Float[Tensor, "B"]:
+    """A_i = (r_i - mean_G r) / (std + ε); a group whose rewards are all equal has A = 0.
+
+    Args:
+        rewards: completions of one prompt stand together, `num_generations` of them.
+        scale: `group`: std of the group (GRPO); `batch`: std of all rewards; `none`: no division (Dr. GRPO).
+    """
+    groups = rewards.view(-1, num_generations)
+    centred = groups - groups.nanmean(dim=1, keepdim=True)
+    if scale == "group":
+        centred = centred / (nanstd(groups, dim=1) + epsilon)
+    elif scale == "batch":
+        centred = centred / (nanstd(rewards, dim=0) + epsilon)
+    return centred.reshape(-1).nan_to_num(nan=0.0)
+
+
+def nanstd(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
+    """Unbiased standard deviation of the numbers that are not NaN, `dim` kept with size 1; 0 for fewer than two."""
+    count = (~x.isnan()).sum(dim, keepdim=True)
+    squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def mixed_groups(solved: Float[Tensor, "B"], num_generations: int) -> Float[Tensor, ""]:
+    """Share of prompts with both solved and unsolved completions: only they carry a policy gradient.
+
+    `solved` is 1 or 0, NaN where no reward applied.
+    """
+    groups = solved.view(-1, num_generations)
+    return ((groups == 1).any(1) & (groups == 0).any(1)).float().mean()
