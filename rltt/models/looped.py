@@ -17,6 +17,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..objective.credit import LearnedCredit
 from ..objective.logprobs import LoopScores, loop_log_probs
 from .configuration import LoopedConfig
 from .exit_gate import ExitGate, exit_log_pdf, exit_loop
@@ -49,6 +50,7 @@ class LoopedCausalLMOutput(ModelOutput):
         logits: [B, S, V]; None when scoring.
         past_key_values: the cache.
         scores: log-probs of the labels at every loop, when `score` is given.
+        credit: [T] learned credit weights, when scoring a model that has them.
         exit_log_pdf: [B, S, T] fp32 log exit probabilities, when `score` is given and there is a gate.
     """
 
@@ -57,6 +59,7 @@ class LoopedCausalLMOutput(ModelOutput):
     past_key_values: Cache | None = None
     scores: LoopScores | None = None
     exit_log_pdf: Tensor | None = None
+    credit: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class Score:
 
     Attributes:
         temperature: what logits are divided by; that of the rollout.
+        last_only: score the last loop alone (T is then 1 in the result), as a reference needs.
         grad_loops: loops (from 0) whose log-probs carry a gradient; None means all. The others are telemetry.
         compact: score only positions with a label. False scores every row where TRL's kernel does (off Triton).
     """
 
     temperature: float = 1.0
+    last_only: bool = False
     grad_loops: tuple[int, ...] | None = None
     compact: bool = True
 
@@ -107,7 +112,9 @@ class LoopedPreTrainedModel(PreTrainedModel):
             raise ValueError(f"a looped model needs at least 1 loop, found {loops}")
         self.config.total_ut_steps = loops
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         """As in transformers, but reentrant checkpointing is refused.
 
         Shared layers run T times in one backward. Reentrant checkpointing then fails in DDP and ZeRO-2, and in ZeRO-3
@@ -116,7 +123,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
         kwargs = dict(gradient_checkpointing_kwargs or {})
         if kwargs.setdefault("use_reentrant", False):
             raise ValueError("gradient checkpointing with use_reentrant=True gives wrong gradients for looped models")
-        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -242,6 +249,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with a language-model head that reads every loop."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^credit\."]
     model_class: type[LoopedModel]
 
     def __init__(self, config: LoopedConfig) -> None:
@@ -249,6 +257,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # A trainer's learned credit weights live here to be sharded, reduced, clipped and saved with the policy.
+        self.credit: LearnedCredit | None = None
         self.post_init()
 
     def forward(
@@ -288,7 +298,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         )
         if score is not None:
             scores = loop_log_probs(
-                outputs.loop_states,
+                outputs.loop_states[-1:] if score.last_only else outputs.loop_states,
                 self.lm_head.weight,
                 labels,
                 temperature=score.temperature,
@@ -296,7 +306,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 compact=score.compact,
             )
             gate = outputs.gate_logits
-            return LoopedCausalLMOutput(scores=scores, exit_log_pdf=None if gate is None else exit_log_pdf(gate))
+            return LoopedCausalLMOutput(
+                scores=scores,
+                exit_log_pdf=None if gate is None else exit_log_pdf(gate),
+                credit=None if self.credit is None else self.credit(),
+            )
 
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep, :])

@@ -33,8 +33,8 @@ def group_advantages(
 def nanstd(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     """Unbiased standard deviation of the numbers that are not NaN, `dim` kept with size 1; 0 for fewer than two."""
     count = (~x.isnan()).sum(dim, keepdim=True)
-    squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
-    return (squares / (count - 1).clamp(min=1)).sqrt()
+    variance = (x - x.nanmean(dim, keepdim=True)).square().nanmean(dim, keepdim=True)
+    return (variance * (count / (count - 1).clamp(min=1))).sqrt()
 
 
 def mixed_groups(solved: Float[Tensor, "B"], num_generations: int) -> Float[Tensor, ""]:

@@ -4,6 +4,7 @@ A term is computed for each loop on its own, with ρ^(t) = exp(ℓ^(t) - ℓ_old
 ρ = 1: all forms then have the same gradient, and a loss near 0 is normal.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,20 +44,27 @@ class PolicyLoss:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
 
+    def ratio(
+        self, log_probs: Float[Tensor, "B C"], old_log_probs: Float[Tensor, "B C"], mask: Float[Tensor, "B C"]
+    ) -> Float[Tensor, "B C"]:
+        """ρ of one loop, at this loss's level."""
+        return importance_ratio(log_probs, old_log_probs, mask, self.importance_sampling_level)
+
     def term(
         self,
         log_probs: Float[Tensor, "B C"],
         old_log_probs: Float[Tensor, "B C"],
+        ratio: Float[Tensor, "B C"],
         advantages: Float[Tensor, "B 1"],
         mask: Float[Tensor, "B C"],
         sampler_ratio: Float[Tensor, "B C"] | None = None,
     ) -> Float[Tensor, "B C"]:
-        """The policy term of one loop, to be minimised. [B, 1] for sequence-level ratios.
+        """The policy term of one loop, to be minimised. [B, 1] where the ratio is one for a sequence.
 
         Args:
+            ratio: what `ratio` gave for the same loop.
             sampler_ratio: training path against another engine's sampler, for the forms that need it inside (VESPO).
         """
-        ratio = importance_ratio(log_probs, old_log_probs, mask, self.importance_sampling_level)
         match self.loss_type:
             case "reinforce":
                 return reinforce(log_probs, advantages)
@@ -138,8 +146,8 @@ def vespo_weight(
 
     In log space, with TRL's bounds: a token's log-ratio within ±20, log w within [log 1e-8, 20].
     """
-    low, high = torch.tensor(1e-8, dtype=torch.float64).log().item(), 20.0
-    log_w = (log_ratio.clamp(-high, high) * mask).sum(-1, keepdim=True)
+    low, high = math.log(1e-8), 20.0
+    log_w = torch.sum(log_ratio.clamp(-high, high) * mask, dim=-1, keepdim=True)
     if sampler_ratio is not None:
         log_w = log_w + sampler_ratio.log().clamp(low, high).sum(-1, keepdim=True)
     log_w = log_w.clamp(low, high)
@@ -158,16 +166,18 @@ def reduce_tokens(
     total_tokens: Float[Tensor, ""] | None = None,
     max_length: int | None = None,
 ) -> Float[Tensor, ""]:
-    """One number from [B, C] (or [B, 1], one value a sequence) such that micro-batches average to the whole.
+    """One number from [B, C] (or [B, 1], one value a sequence).
 
-    Every reduction but `micro_batch_token_mean` gives the same when a batch is cut into equal parts and averaged.
+    Micro-batches of equal size average to the whole batch, but for `token_mean`, whose micro-batches add up to it, and
+    for `micro_batch_token_mean`, which depends on the micro-batch by design.
 
     Args:
         reduction: `response_mean`: over the tokens of a response, then over responses (the paper's 1/|y|);
             `response_sum`: sum over a response's tokens, then the mean (LUSPO); `token_mean`: one denominator for the
-            whole batch, `total_tokens`; `constant`: B·`max_length` (Dr. GRPO); `micro_batch_token_mean`: this
-            micro-batch's own tokens (BNPO, dependent on the micro-batch by design).
-        total_tokens: `token_mean` only: the tokens of the whole batch divided by the number of micro-batches in it.
+            whole batch, `total_tokens`; `constant`: B·`max_length` (Dr. GRPO); `micro_batch_token_mean`: the tokens of
+            what is passed (BNPO).
+        total_tokens: for `token_mean`: the tokens of the whole batch.
+        max_length: for `constant`: the longest possible completion.
     """
     masked = per_token * mask
     match reduction:
@@ -177,7 +187,7 @@ def reduce_tokens(
             return masked.sum(-1).mean()
         case "token_mean":
             if total_tokens is None:
-                raise ValueError("token_mean needs total_tokens, the tokens of the whole batch over its micro-batches")
+                raise ValueError("token_mean needs total_tokens, the tokens of the whole batch")
             return masked.sum() / total_tokens
         case "constant":
             if max_length is None:

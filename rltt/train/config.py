@@ -1,0 +1,91 @@
+"""`RLTTConfig`: TRL's GRPOConfig with credit over loops, and with what is unsafe for looped policies refused by name."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from ..objective.credit import SCHEMES
+from ..objective.policy_loss import REDUCTION, PolicyLoss
+
+# Option, its neutral value, and why any other value is unsafe for a looped policy.
+_UNSAFE: tuple[tuple[str, Any, str], ...] = (
+    ("off_policy_mask_threshold", None, "its sequence mask is made from the last loop, the other loops have none"),
+    ("use_adaptive_entropy", False, "its controller sees the last loop's entropy while the credit goes to all loops"),
+    ("router_aux_loss_coef", None, "looped policies have no router"),
+    ("sync_ref_model", False, "the KL is measured to a frozen reference; a moving one hides how far the policy went"),
+    ("top_p", 1.0, "completions would be sampled from another distribution than the one that is scored"),
+    ("top_k", 0, "completions would be sampled from another distribution than the one that is scored"),
+    ("min_p", None, "completions would be sampled from another distribution than the one that is scored"),
+    ("repetition_penalty", 1.0, "completions would be sampled from another distribution than the one that is scored"),
+    ("cache_implementation", None, "only a dynamic cache can hold one slot for each loop and layer"),
+    ("use_transformers_continuous_batching", False, "its cache has one slot a layer, a looped model has one a loop too"),
+    ("use_liger_kernel", False, "it patches model classes by family and does not know the looped ones"),
+    ("use_vllm", False, "vLLM rollouts of looped policies are not part of this version"),
+)
+
+
+@dataclass
+class RLTTConfig(GRPOConfig):
+    """Configuration of `RLTTTrainer`: all of TRL's `GRPOConfig`, and these.
+
+    `loss_type` also takes `reinforce`, the paper's -A·ℓ averaged over a response.
+    """
+
+    credit: str = field(
+        default="exit_pdf",
+        metadata={"help": f"How the policy gradient is shared among loops: {', '.join(SCHEMES)}. `final` is GRPO."},
+    )
+    credit_alpha: float = field(default=1.0, metadata={"help": "Exponent α of `progressive`: ω_t = t^α / Σ_s s^α."})
+    credit_learning_rate: float = field(
+        default=1e-2, metadata={"help": "Learning rate of the T logits of `learned`; the policy's would not move them."}
+    )
+    detach_exit: bool = field(
+        default=True, metadata={"help": "Keep the gradient of `exit_pdf` weights from training the exit gate."}
+    )
+    solved_at: float = field(
+        default=1.0, metadata={"help": "Value of the first reward function from which a completion counts as solved."}
+    )
+    logging_steps: float = field(default=1, metadata={"help": "Log every so many updates."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.credit not in SCHEMES:
+            raise ValueError(f"credit must be one of {', '.join(SCHEMES)}; found {self.credit!r}")
+        if self.loss_type not in REDUCTION:
+            raise ValueError(f"loss_type must be one of {', '.join(REDUCTION)}; found {self.loss_type!r}")
+        if self.credit_alpha < 0:
+            raise ValueError(f"credit_alpha must not be negative, found {self.credit_alpha}")
+        if self.credit == "learned" and self.loss_type not in ("reinforce", "cispo"):
+            raise ValueError(
+                f"credit 'learned' gets no gradient from loss_type {self.loss_type!r}: on policy every loop's ratio is "
+                "1 whatever the weights; use 'reinforce' or 'cispo'"
+            )
+        for option, neutral, why in _UNSAFE:
+            if getattr(self, option) != neutral:
+                raise ValueError(
+                    f"{option}={getattr(self, option)!r} is not supported for looped policies: {why}; "
+                    f"leave it at {neutral!r}"
+                )
+        if (self.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs={'use_reentrant': True} is not supported for looped policies: shared "
+                "layers then get wrong gradients; leave it out"
+            )
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """The policy term and its constants."""
+        return PolicyLoss(
+            loss_type=self.loss_type,
+            epsilon_low=self.epsilon,
+            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            delta=self.delta,
+            importance_sampling_level=self.importance_sampling_level,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
+        )

@@ -1,0 +1,451 @@
+"""`RLTTTrainer`: TRL's GRPOTrainer with a policy term for every loop.
+
+TRL samples, rewards, batches, accumulates, shards, saves and resumes. Replaced here are the three places where a loop
+matters: scoring (one forward gives the log-probs of all loops), the advantages and the loss (../objective), and what is
+measured. With `credit: final` the updates equal GRPOTrainer's bit for bit; tests hold that for each loss type.
+
+Shapes: B completions, C completion tokens, T loops.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from jaxtyping import Float
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.utils import disable_dropout_in_model
+
+from ..errors import PolicyError, UserError
+from ..models.load import load_policy
+from ..models.looped import LoopedForCausalLM, Score
+from ..objective import credit as credit_schemes
+from ..objective.advantage import group_advantages, mixed_groups
+from ..objective.kl import k3, kl_to_last_loop
+from ..objective.policy_loss import REDUCTION, reduce_tokens
+from .config import RLTTConfig
+from .token_means import TokenMeans
+
+# Called with the rows of each rollout: prompt, completion, gold, rewards, advantage, ….
+RolloutWriter = Callable[[list[dict[str, Any]]], None]
+
+
+@dataclass
+class CompletionScores:
+    """The training path's view of a batch of completions.
+
+    Attributes:
+        log_probs: [B, C, T] fp32.
+        entropy: [B, C, T] fp32.
+        exit_log_pdf: [B, C, T] fp32, or None without a gate.
+        credit: [T] learned weights, or None.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    exit_log_pdf: Tensor | None
+    credit: Tensor | None
+
+
+class RLTTTrainer(GRPOTrainer):
+    """GRPO/RLTT for looped policies. Used as TRL's own trainers are.
+
+    Args:
+        model: a looped policy, or the path of one.
+        reward_funcs: as in TRL. The first decides `solve_rate` (see `RLTTConfig.solved_at`).
+        args: an `RLTTConfig`.
+        rollout_writer: receives the rows of each rollout on the main process.
+        kwargs: all of GRPOTrainer's other arguments.
+
+    Raises:
+        PolicyError: the model is not looped, reads out adaptively, or lacks the gate that the credit needs.
+        UserError: the dataset is smaller than one rollout, or an argument is not supported.
+    """
+
+    args: RLTTConfig
+    _tag_names = ["trl", "rltt", "grpo"]
+    _name = "RLTT"
+
+    def __init__(
+        self,
+        model: LoopedForCausalLM | str,
+        reward_funcs: Any = None,
+        args: RLTTConfig | None = None,
+        train_dataset: Any = None,
+        *,
+        rollout_writer: RolloutWriter | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, str):
+            model = load_policy(model, **(args.model_init_kwargs or {} if args else {}))
+        if args is None:
+            args = RLTTConfig(f"{model.config._name_or_path.split('/')[-1]}-RLTT")
+        _check(model, args, train_dataset, kwargs)
+        prepare_gradients(model, args)
+        # A copy of what is in memory. TRL would load the path in the configuration once more, which after an edit or
+        # a resumed checkpoint holds other weights. It is made before TRL binds its patched forward to the policy.
+        reference = copy.deepcopy(model).requires_grad_(False).eval()
+        if args.credit == "learned":
+            model.credit = credit_schemes.LearnedCredit(model.loop_spec.loops)
+
+        beta, args.beta = args.beta, 0.0  # tells TRL to load no reference
+        try:
+            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        finally:
+            args.beta = beta
+        self.beta = beta
+        self.ref_model = self._prepare_reference(reference)
+        self.rollout_writer = rollout_writer
+        self._token_means = TokenMeans()
+        self._loop_log_probs: Tensor | None = None
+        self._rewards: Tensor | None = None
+        self._seconds: dict[str, float] = {}
+
+    def _prepare_reference(self, reference: LoopedForCausalLM) -> Any:
+        if self.args.disable_dropout:
+            disable_dropout_in_model(reference)
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(reference, self.accelerator)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(reference, self.accelerator)
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in transformers; learned credit logits become a group of their own with their own learning rate."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        credit = self.accelerator.unwrap_model(self.model).credit
+        if credit is not None and all(group.get("name") != "credit" for group in optimizer.param_groups):
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p is not credit.logits]
+            optimizer.add_param_group(
+                {"params": [credit.logits], "lr": self.args.credit_learning_rate, "weight_decay": 0.0, "name": "credit"}
+            )
+        return optimizer
+
+    # ------------------------------------------------------------------------------------------------ rollout
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        # The seam for rollout engines. Sampling runs under the same autocast as scoring: one numeric path.
+        with self._timed("rollout"), self.accelerator.autocast():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Float[Tensor, "B F"]:
+        with self._timed("reward"):
+            self._rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"
+        generations = self.num_generations if mode == "train" else self.num_generations_eval
+        self._loop_log_probs = None
+        start = time.perf_counter()
+        batch = super()._generate_and_score_completions(inputs)
+
+        if "old_per_token_logps" in batch:  # TRL asked for them through our scoring, which kept every loop
+            batch["old_loop_log_probs"] = self._loop_log_probs
+        if "ref_per_token_logps" not in batch:  # with beta = 0 TRL does not; the KL is measured all the same
+            batch["ref_per_token_logps"] = self._reference_log_probs(batch, mode)
+
+        assert self._rewards is not None
+        rewards = total_reward(self._rewards, self.reward_weights.to(self._rewards.device))
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            advantages = group_advantages(rewards, generations, self.scale_rewards)
+            size = len(inputs)
+            batch["advantages"] = advantages[self.accelerator.process_index * size :][:size]
+
+        solved = (self._rewards[:, 0] >= self.args.solved_at).float()
+        solved = torch.where(self._rewards[:, 0].isnan(), torch.nan, solved)
+        self._log(mode, "solve_rate", solved.nanmean())
+        self._log(mode, "mixed_groups", mixed_groups(solved, generations))
+        self._write_rollouts(inputs, rewards, solved, mode)
+        spent = time.perf_counter() - start - self._seconds.get("rollout", 0.0) - self._seconds.get("reward", 0.0)
+        for name, seconds in (*self._seconds.items(), ("score", spent)):
+            self._metrics[mode][f"seconds/{name}"].append(seconds)
+        self._seconds.clear()
+        return batch
+
+    def _reference_log_probs(self, batch: dict[str, Any], mode: str) -> Float[Tensor, "B C"]:
+        args = self.args
+        size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        with torch.no_grad():
+            return self._get_per_token_logps_and_entropies(
+                self.ref_model, ids, mask, batch["completion_ids"].size(1), batch_size=size
+            )[0]
+
+    def _write_rollouts(
+        self, inputs: list[dict[str, Any]], rewards: Float[Tensor, "B"], solved: Float[Tensor, "B"], mode: str
+    ) -> None:
+        """Hand each completion with its prompt, gold, rewards and advantage to the writer."""
+        extra = gather_object([{key: example.get(key) for key in ("gold", "row")} for example in inputs])
+        if self.rollout_writer is None or mode != "train" or not self.accelerator.is_main_process:
+            return
+        logs, count = self._logs, len(extra)
+        columns = {name: list(values)[-count:] for name, values in logs["rewards"].items()}
+        self.rollout_writer(
+            [
+                {
+                    "step": self.state.global_step + 1,
+                    "prompt": list(logs["prompt"])[i - count],
+                    "completion": list(logs["completion"])[i - count],
+                    **extra[i],
+                    "rewards": {name: _number(values[i]) for name, values in columns.items()},
+                    "reward": _number(rewards[i].item()),
+                    "solved": _number(solved[i].item()),
+                    "advantage": list(logs["advantages"])[i - count],
+                }
+                for i in range(count)
+            ]
+        )
+
+    # ------------------------------------------------------------------------------------------------ scoring
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B C"], None]:
+        """TRL's hook for old and reference log-probs: the last loop's, with every loop's kept aside for the policy."""
+        is_reference = model is self.ref_model
+        scores = self._score(
+            model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, last_only=is_reference
+        )
+        if not is_reference:
+            self._loop_log_probs = scores.log_probs
+        return scores.log_probs[..., -1], scores.entropy[..., -1], None
+
+    def _score(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion_length: int,
+        *,
+        batch_size: int | None = None,
+        last_only: bool = False,
+    ) -> CompletionScores:
+        """Log-probs of the completion tokens at every loop, `batch_size` sequences in a forward."""
+        final = self.args.credit == "final"
+        last = self.accelerator.unwrap_model(self.model).loop_spec.loops - 1
+        request = Score(
+            temperature=self.temperature,
+            last_only=last_only,
+            grad_loops=(last,) if final and not last_only else None,
+            compact=not final,  # GRPO's rows as TRL scores them, so that its gradient is TRL's to the bit
+        )
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :-completion_length] = -100
+        parts = []
+        for rows in torch.arange(len(input_ids), device=input_ids.device).split(batch_size or len(input_ids)):
+            with self.accelerator.autocast():
+                output = model(
+                    input_ids=input_ids[rows], attention_mask=attention_mask[rows], labels=labels[rows], score=request
+                )
+            exit_log_pdf = None
+            if output.exit_log_pdf is not None:
+                exit_log_pdf = output.exit_log_pdf[:, :-1][:, -completion_length:]
+            parts.append(
+                CompletionScores(
+                    output.scores.log_probs[:, -completion_length:],
+                    output.scores.entropy[:, -completion_length:],
+                    exit_log_pdf,
+                    output.credit,
+                )
+            )
+        if len(parts) == 1:
+            return parts[0]
+        return CompletionScores(
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.entropy for part in parts]),
+            None if parts[0].exit_log_pdf is None else torch.cat([part.exit_log_pdf for part in parts]),
+            parts[0].credit,
+        )
+
+    # --------------------------------------------------------------------------------------------------- loss
+
+    def _credit(self, scores: CompletionScores) -> Float[Tensor, "... T"]:
+        """ω: [T], or [B, C, T] for exit_pdf."""
+        loops, device = scores.log_probs.shape[-1], scores.log_probs.device
+        match self.args.credit:
+            case "final":
+                return credit_schemes.final(loops, device)
+            case "uniform":
+                return credit_schemes.uniform(loops, device)
+            case "progressive":
+                return credit_schemes.progressive(loops, self.args.credit_alpha, device)
+            case "exit_pdf":
+                assert scores.exit_log_pdf is not None
+                return credit_schemes.exit_pdf(scores.exit_log_pdf, self.args.detach_exit)
+            case _:
+                assert scores.credit is not None
+                return scores.credit
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Float[Tensor, ""]:
+        """Σ_t ω_t·term_t + β·k3 at each token, reduced. One micro-batch."""
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        scores = self._score(model, input_ids, attention_mask, inputs["completion_ids"].size(1))
+        log_probs = scores.log_probs.unbind(-1)
+        old = inputs.get("old_loop_log_probs", scores.log_probs.detach()).unbind(-1)
+        advantages = inputs["advantages"].unsqueeze(1)
+        credit = self._credit(scores)
+        sampler_ratio = inputs.get("importance_sampling_ratio")
+
+        policy_loss = self.args.policy_loss
+        loops = range(len(log_probs)) if self.args.credit != "final" else (len(log_probs) - 1,)
+        ratios = {t: policy_loss.ratio(log_probs[t], old[t], mask) for t in loops}
+        kl = k3(inputs["ref_per_token_logps"], log_probs[-1])
+        penalty = self.beta * (kl * ratios[loops[-1]] if self.args.use_bias_correction_kl else kl)
+
+        per_token: Tensor | float = 0.0
+        for t in loops:
+            term = policy_loss.term(log_probs[t], old[t], ratios[t], advantages, mask, sampler_ratio)
+            per_token = per_token + credit[..., t] * term
+        entropy_mask = None
+        if self.top_entropy_quantile < 1.0:
+            entropy_mask = self.get_high_entropy_mask(scores.entropy[..., -1], mask, 1 - self.top_entropy_quantile)
+            per_token = per_token * entropy_mask
+        if sampler_ratio is not None and self.loss_type != "vespo":
+            per_token = per_token * sampler_ratio
+        if self.beta != 0.0:
+            per_token = per_token + penalty
+
+        loss = self._reduce(per_token, mask, inputs["num_items_in_batch"])
+        if self.entropy_coef != 0.0:
+            bonus_mask = mask if entropy_mask is None else mask * entropy_mask
+            entropy = (scores.entropy[..., -1] * bonus_mask).sum() / bonus_mask.sum().clamp(min=1.0)
+            loss = loss - self.entropy_coef * (entropy / self._accumulation)
+        self._measure(scores, credit, ratios[loops[-1]], kl, advantages, mask)
+        return loss
+
+    @property
+    def _accumulation(self) -> float:
+        return self.current_gradient_accumulation_steps if self.model.training else 1.0
+
+    def _reduce(
+        self, per_token: Float[Tensor, "B C"], mask: Float[Tensor, "B C"], num_items: Float[Tensor, ""]
+    ) -> Float[Tensor, ""]:
+        """The micro-batch's share of the loss: shares add up to the loss of the whole batch, however it is cut."""
+        reduction = REDUCTION[self.loss_type]
+        if reduction != "token_mean":
+            return reduce_tokens(per_token, mask, reduction, max_length=self.max_completion_length) / self._accumulation
+        total = num_items.clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:  # num_items counts the whole rollout; this update uses a part of it
+            total = total * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return reduce_tokens(per_token, mask, reduction, total_tokens=total)
+
+    # ---------------------------------------------------------------------------------------------- telemetry
+
+    @torch.no_grad()
+    def _measure(
+        self,
+        scores: CompletionScores,
+        credit: Float[Tensor, "... T"],
+        ratio: Float[Tensor, "B C"],
+        kl: Float[Tensor, "B C"],
+        advantages: Float[Tensor, "B 1"],
+        mask: Float[Tensor, "B C"],
+    ) -> None:
+        """Token means over the whole step, whatever the micro-batches: TRL's names, and `loop{t}/…` for each loop."""
+        add = self._token_means.add
+        add("kl", kl, mask)
+        add("entropy", scores.entropy[..., -1], mask)
+        low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+        is_low, is_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+        add("clip_ratio/low_mean", is_low.float(), mask)
+        add("clip_ratio/high_mean", is_high.float(), mask)
+        add("clip_ratio/region_mean", (is_low | is_high).float(), mask)
+        to_last = kl_to_last_loop(scores.log_probs)
+        for t in range(scores.log_probs.shape[-1]):
+            add(f"loop{t + 1}/logp", scores.log_probs[..., t], mask)
+            add(f"loop{t + 1}/kl_to_last", to_last[..., t], mask)
+            add(f"loop{t + 1}/entropy", scores.entropy[..., t], mask)
+            add(f"loop{t + 1}/credit", credit[..., t].expand_as(mask), mask)
+            if scores.exit_log_pdf is not None:
+                add(f"loop{t + 1}/exit_prob", scores.exit_log_pdf[..., t].exp(), mask)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        # TRL samples and scores inside of this call; what is left is the update.
+        start, elsewhere = time.perf_counter(), self._seconds_outside_update()
+        loss = super().training_step(*args, **kwargs)
+        elsewhere = self._seconds_outside_update() - elsewhere
+        self._metrics["train"]["seconds/update"].append(time.perf_counter() - start - elsewhere)
+        return loss
+
+    def _seconds_outside_update(self) -> float:
+        return sum(sum(self._metrics["train"][f"seconds/{name}"]) for name in ("rollout", "reward", "score"))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in TRL; token means are exact over the step, and seconds are sums over it."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self._token_means.pop(self.accelerator).items():
+            metrics[name] = [value]
+        for name in [key for key in metrics if key.startswith("seconds/")]:
+            metrics[name] = [sum(metrics[name])]
+        super().log(logs, start_time)
+
+    def _log(self, mode: str, name: str, value: Tensor) -> None:
+        self._metrics[mode][name].append(value.item())
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, "F"]) -> Float[Tensor, "B"]:
+    """Weighted sum of the reward functions that applied; NaN where none did."""
+    total = (rewards * weights.unsqueeze(0)).nansum(dim=1)
+    return torch.where(rewards.isnan().all(dim=1), torch.nan, total)
+
+
+def prepare_gradients(model: LoopedForCausalLM, args: RLTTConfig) -> None:
+    """Freeze parameters that this objective gives no gradient: DDP and ZeRO would wait for one."""
+    backbone, spec = model.model, model.loop_spec
+    gate_trains = args.credit == "exit_pdf" and not args.detach_exit and spec.loops > 1
+    if backbone.early_exit_gate is not None and not gate_trains:
+        backbone.early_exit_gate.requires_grad_(False)
+    if backbone.input_mixing is not None and spec.loops == 1:
+        backbone.input_mixing.requires_grad_(False)
+
+
+def _check(model: Any, args: Any, train_dataset: Any, kwargs: dict[str, Any]) -> None:
+    if not isinstance(args, RLTTConfig):
+        raise UserError(f"args must be an RLTTConfig, found {type(args).__name__}")
+    if not isinstance(model, LoopedForCausalLM):
+        raise PolicyError(f"the policy must be a looped model, found {type(model).__name__}; see `rltt convert`")
+    spec = model.loop_spec
+    if spec.readout.adaptive:
+        raise PolicyError(
+            f"early_exit_threshold is {spec.readout.threshold}: rollouts would leave at adaptive loops while training "
+            "reads the last one; set it to 1.0"
+        )
+    if args.credit == "exit_pdf" and not spec.exit_gate:
+        raise PolicyError("credit 'exit_pdf' needs an exit gate, which this model does not have; use another credit")
+    if kwargs.get("peft_config") is not None:
+        raise UserError("peft_config is not supported: adapters on shared loops are not part of this version")
+    if hasattr(train_dataset, "__len__"):
+        prompts = args.generation_batch_size // args.num_generations
+        if len(train_dataset) < prompts:
+            raise UserError(
+                f"one rollout takes {prompts} prompts, but the training data has {len(train_dataset)}: no step would "
+                "be made; lower the batch or bring more data"
+            )
+
+
+def _number(value: float) -> float | None:
+    """NaN as None: JSON has no NaN."""
+    return None if value != value else value
