@@ -108,6 +108,18 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, revision: str | N
     return tokenizer
 
 
+def end_of_response_id(tokenizer: PreTrainedTokenizerBase, chat: bool) -> int:
+    """The token that ends a response: the chat template's end of turn, or the tokenizer's end of sequence."""
+    if chat:
+        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "\x00"}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False)
+        tail = tokenizer(rendered.rsplit("\x00", 1)[-1], add_special_tokens=False)["input_ids"]
+        for token in tail:
+            if token in tokenizer.all_special_ids:
+                return token
+    return tokenizer.eos_token_id
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
     """Every token that ends a completion: the tokenizer's, the model's, and the chat template's end of turn.
 
@@ -115,13 +127,8 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, c
     this, no chat completion would ever stop.
     """
     declared = model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *([declared] if isinstance(declared, int) else declared or [])}
-    if chat:
-        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "\x00"}]
-        rendered = tokenizer.apply_chat_template(turn, tokenize=False)
-        tail = tokenizer(rendered.rsplit("\x00", 1)[-1], add_special_tokens=False)["input_ids"]
-        ids |= set([token for token in tail if token in tokenizer.all_special_ids][:1])
-    return sorted(ids)
+    ids = {tokenizer.eos_token_id, end_of_response_id(tokenizer, chat)}
+    return sorted(ids | {*([declared] if isinstance(declared, int) else declared or [])})
 
 
 def _locate(path: str, revision: str | None) -> tuple[str, dict[str, Any]]:

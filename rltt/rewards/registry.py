@@ -1,0 +1,231 @@
+"""From what a recipe calls a reward to a function that the trainer can call.
+
+`use:` names a reward in one of three ways:
+
+    math                            an entry point of the group `rltt.rewards`, or one of rltt's own
+    rewards/my_reward.py:score      a function in a file, relative to the recipe or to the working directory
+    my_package.rewards:score        a function in an importable module
+
+The function has TRL's signature: it takes `completions` and the columns of the data set as keywords, and returns one
+number or None (does not apply) for each completion. Whatever is wrong with it is found here, before any work is done,
+or at its first call (`checked.py`).
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from rltt.errors import RewardError
+from rltt.rewards.checked import checked
+
+ENTRY_POINT_GROUP = "rltt.rewards"
+# Also known when rltt runs from a checkout that is not installed, and so has no entry points.
+BUILT_IN = {"math": "rltt.rewards.math:math_reward"}
+
+SIGNATURE = "def {name}(completions, **kwargs) -> list[float | None]"
+
+
+class RewardEntry(Protocol):
+    """One item of a recipe's `rewards`."""
+
+    @property
+    def use(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def solved_at(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward function ready for the trainer, under the name that its metrics carry."""
+
+    name: str
+    func: Callable[..., Any]
+    weight: float
+    solved_at: float | None
+
+
+def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> list[NamedReward]:
+    """Resolve each entry and wrap its function so that each call is checked (see `checked.py`).
+
+    Names are unique: a second `score` becomes `score_2`.
+    """
+    rewards: list[NamedReward] = []
+    for entry in entries:
+        function = resolve_reward(entry.use, base)
+        name = unique_name(_short_name(entry.use), {reward.name for reward in rewards})
+        rewards.append(NamedReward(name, checked(function, name), entry.weight, entry.solved_at))
+    return rewards
+
+
+def resolve_reward(use: str, base: Path | None = None) -> Callable[..., Any]:
+    """The function that `use` names. `base` is the folder of the recipe.
+
+    Raises `RewardError` when there is no such function or when TRL could not call it.
+    """
+    place, colon, name = use.strip().partition(":")
+    if place.endswith(".py") or "/" in place:
+        module = _load_file(_find_file(use, place, base))
+    elif colon:
+        module = _import_module(use, place)
+    else:
+        return _named(place)
+    if not name:
+        raise RewardError(f"reward {use!r}: say which function, as in {place}:{_example(module)}{_has(module)}")
+    function = getattr(module, name, None)
+    if function is None:
+        nearest = _nearest(name, _functions(module))
+        raise RewardError(f"reward {use!r}: {place} has no function {name!r}{nearest}{_has(module)}")
+    _check_callable(use, function)
+    return function
+
+
+def unique_name(name: str, taken: set[str]) -> str:
+    number = 2
+    unique = name
+    while unique in taken:
+        unique = f"{name}_{number}"
+        number += 1
+    return unique
+
+
+def _short_name(use: str) -> str:
+    return use.strip().rpartition(":")[2]
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """A built-in reward or an installed entry point."""
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in BUILT_IN:
+        return resolve_reward(BUILT_IN[name])
+    if name not in installed:
+        known = sorted({*BUILT_IN, *installed})
+        raise RewardError(
+            f"reward {name!r} is not known{_nearest(name, known)} Known rewards: {', '.join(known)}. "
+            "A function of your own is named as path/to/file.py:function or package.module:function."
+        )
+    try:
+        function = installed[name].load()
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r}: its entry point {installed[name].value} cannot be loaded: {_in_words(error)}"
+        ) from error
+    _check_callable(name, function)
+    return function
+
+
+def _find_file(use: str, place: str, base: Path | None) -> Path:
+    path = Path(place).expanduser()
+    tried = [path] if path.is_absolute() else [folder / path for folder in ([base] if base else []) + [Path.cwd()]]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate.resolve()
+    # The nearest name among the Python files of the folder that was meant, or of the one above it.
+    for folder in (folder for candidate in tried for folder in (candidate.parent, candidate.parent.parent)):
+        if folder.is_dir():
+            near = get_close_matches(path.name, [found.name for found in folder.glob("*.py")], n=1)
+            if near:
+                raise RewardError(f"reward {use!r}: there is no file {tried[0]}; did you mean {folder / near[0]}?")
+    raise RewardError(f"reward {use!r}: there is no file {' nor '.join(str(candidate) for candidate in tried)}.")
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Run a Python file as a module, once: two functions of one file share its globals."""
+    module_name = f"rltt_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"reward file {path} is not a Python file (its name must end in .py).")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise RewardError(f"reward file {path} cannot be imported: {_in_words(error, path)}") from error
+    return module
+
+
+def _import_module(use: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward {use!r}: module {place} cannot be imported: {_in_words(error)}") from error
+
+
+def _in_words(error: BaseException, path: Path | None = None) -> str:
+    """`ModuleNotFoundError: No module named 'foo' (line 3)`, with the line of `path` where it came up."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None and line is None and path is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
+
+
+def _check_callable(use: str, function: Any) -> None:
+    name = re.sub(r"\W", "_", _short_name(use))
+    wanted = SIGNATURE.format(name=name)
+    if not callable(function):
+        raise RewardError(f"reward {use!r} is {_a(function)}, not a function. It should be `{wanted}`.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin that does not show its signature
+    parameters = signature.parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    takes_completions = any(p.name == "completions" and p.kind in by_keyword for p in parameters) or takes_any
+    problem = None
+    if positional:
+        problem = f"takes {', '.join(positional)} by position, and it is called with keywords only"
+    elif not takes_completions:
+        problem = "does not take `completions`"
+    elif not takes_any:
+        problem = "does not take `**kwargs`, and it is called with every column of the data set as a keyword"
+    if problem:
+        raise RewardError(f"reward {use!r}: {name}{signature} {problem}. It should be `{wanted}`.")
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """The public functions that a module defines itself."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _example(module: ModuleType) -> str:
+    return next(iter(_functions(module)), "score")
+
+
+def _has(module: ModuleType) -> str:
+    names = _functions(module)
+    return f" Functions there: {', '.join(names)}." if names else " It defines no functions."
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _a(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return "a module"
+    return f"{type(value).__name__} {str(value)[:40]!r}"

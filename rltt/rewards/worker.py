@@ -1,0 +1,75 @@
+"""The other side of `pool.py`: one nursery process that forks workers, and the loop that a worker runs.
+
+The nursery imports the task once (sympy and math-verify take a second) and then only forks, so replacing a killed
+worker costs milliseconds. It has one thread and no torch, which is what makes forking safe here and would not in the
+training process.
+"""
+
+import importlib
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+# A power tower can ask for all the memory there is before its time is up.
+MEMORY_LIMIT = 4 * 2**30
+
+
+def nursery(control_fd: int, task: str, deadline: float) -> None:
+    """Fork a worker for each socket that arrives on `control_fd`; end, after the workers, when it is closed."""
+    function = load(task)
+    control = socket.socket(fileno=control_fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            break
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            serve(Connection(fds[0]), function, deadline)
+            os._exit(0)
+        os.close(fds[0])
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def load(task: str) -> Callable[[Any], Any]:
+    """The function that `package.module:function` names; its module may warm itself up in `warm_up()`."""
+    module_name, function_name = task.split(":")
+    module = importlib.import_module(module_name)
+    if hasattr(module, "warm_up"):
+        module.warm_up()
+    return getattr(module, function_name)
+
+
+def serve(connection: Connection, function: Callable[[Any], Any], deadline: float) -> None:
+    """Answer batches of items one by one until the other side hangs up.
+
+    The kernel ends the process (default action of SIGALRM) when an item passes its deadline. That also works in the
+    midst of a C function, which a Python signal handler would not, and when the training process is gone already.
+    """
+    connection.send(os.getpid())
+    while True:
+        try:
+            batch = connection.recv()
+        except EOFError:
+            return
+        for item in batch:
+            signal.setitimer(signal.ITIMER_REAL, deadline)
+            try:
+                reply = (True, function(item))
+            except Exception as error:
+                reply = (False, f"{type(error).__name__}: {str(error)[:500]}")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            try:
+                connection.send(reply)
+            except BrokenPipeError:
+                return

@@ -1,0 +1,479 @@
+"""A recipe becomes a run: `rltt train`, `rltt pretrain`, and what `--dry-run` says of them.
+
+Read top to bottom: data and rewards are checked, the policy is loaded (and warmed up), evaluated, trained, evaluated.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from ..data import Problem, arithmetic_tokenizer, build_dataset, load_split, prompt_ids
+from ..errors import DataError, PolicyError
+from ..evaluate import EvalResult, evaluate_policy
+from ..models.configuration import OuroConfig
+from ..models.load import load_config, load_policy, load_tokenizer, stop_token_ids
+from ..models.looped import LoopedForCausalLM
+from ..models.looplm import OuroForCausalLM
+from ..recipe import Recipe
+from ..rewards import load_rewards
+from ..rewards.registry import NamedReward
+from .config import RLTTConfig
+from .console import PRETRAIN_LINE, RL_LINE, ProgressCallback, format_line
+from .plan import plan
+from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
+from .run_directory import RunDirectory, check_free
+from .trainer import RLTTTrainer
+
+# Training prompts on which a warm start measures its solve rate.
+WARM_START_PROMPTS = 64
+
+
+@dataclass
+class Policy:
+    """The model with what belongs to it."""
+
+    model: LoopedForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+
+
+def train(recipe: Recipe) -> Path:
+    """Run a train recipe and return its run directory.
+
+    Raises:
+        UserError: anything in the recipe, the data, the rewards or the checkpoint that cannot work, before training.
+    """
+    recipe.require("train")
+    check_free(recipe.run_directory)
+    rewards = load_rewards(recipe.rewards)
+    problems, held_out = load_split(recipe.data)
+    console = Console()
+    set_seed(recipe.train.seed)
+    policy = load(recipe)
+    dataset = make_dataset(problems, recipe, policy, console, "training")
+    eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
+    check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
+    describe_policy(policy, console)
+
+    run = RunDirectory(recipe)
+    with recorded(run):
+        if recipe.pretrain is not None:
+            policy = warm_start(recipe, policy, dataset, rewards[0], run, console)
+        elif recipe.policy.new is not None or recipe.policy.convert is not None:
+            run.save_policy(policy.model, policy.tokenizer, "start")
+
+        def evaluate(seed: int) -> EvalResult:
+            assert eval_dataset is not None
+            return measure(recipe, policy, eval_dataset, rewards[0], seed)
+
+        if eval_dataset is not None and recipe.evaluate.before:
+            before = evaluate(recipe.train.seed)
+            run.update_summary(eval_before=before.to_dict())
+            console.print(f"held-out before: {before}")
+
+        trainer = make_trainer(recipe, policy, dataset, rewards, run)
+        evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
+        show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
+        try:
+            trainer.train()
+        finally:  # also after Ctrl-C or an error: what has been learned so far is kept
+            save_trained(trainer, policy, run)
+
+        if eval_dataset is not None and recipe.evaluate.after:
+            after = evaluate(recipe.train.seed + 1)
+            run.update_summary(eval_after=after.to_dict())
+            console.print(f"held-out after:  {after}")
+    return run.path
+
+
+def pretrain(recipe: Recipe) -> Path:
+    """Run a pretrain recipe and return its run directory; the model is in its `policy/`.
+
+    Raises:
+        UserError: as in `train`.
+    """
+    recipe.require("pretrain")
+    check_free(recipe.run_directory)
+    problems, _ = load_split(recipe.data)
+    console = Console()
+    set_seed(recipe.train.seed)
+    policy = load(recipe)
+    dataset = make_dataset(problems, recipe, policy, console, "training")
+    describe_policy(policy, console)
+    run = RunDirectory(recipe)
+    with recorded(run):
+        trainer = looplm_trainer(recipe, policy, dataset, run, console)
+        try:
+            trainer.train()
+        finally:
+            run.update_summary(steps=trainer.state.global_step)
+            run.save_policy(unwrapped(trainer), policy.tokenizer)
+    return run.path
+
+
+def describe(recipe: Recipe) -> str:
+    """What a recipe amounts to, without loading weights: for `--dry-run`."""
+    load_rewards(recipe.rewards)
+    notes, rows, config = [], None, None
+    source = recipe.data.train
+    if source.is_file or source.is_arithmetic:
+        rows = len(load_split(recipe.data)[0])
+    try:
+        config = new_config(recipe, arithmetic_tokenizer()) if recipe.policy.new else load_config(
+            str(recipe.policy.path), recipe.policy.trust_remote_code, recipe.policy.revision
+        )
+    except PolicyError as error:
+        notes.append(f"note: {error}")
+    precision = "bf16" if bf16(recipe) else "fp32"
+    amounts = plan(recipe, None if config is None else config.to_dict(), rows, precision=precision)
+    return "\n".join([amounts.render(), *notes])
+
+
+# ------------------------------------------------------------------------------------------------ policy and data
+
+
+def load(recipe: Recipe) -> Policy:
+    """The policy of a recipe at its depth, in fp32, and its tokenizer."""
+    section = recipe.policy
+    if section.new is not None:
+        tokenizer = arithmetic_tokenizer()
+        model = OuroForCausalLM._from_config(
+            new_config(recipe, tokenizer), dtype=torch.float32, attn_implementation=section.attn_implementation
+        )
+    else:
+        path = str(section.path)
+        tokenizer = load_tokenizer(path, section.trust_remote_code, section.revision)
+        model = load_policy(
+            path,
+            section.loops,
+            convert=None if section.convert is None else section.convert.model_dump(),
+            attn_implementation=section.attn_implementation,
+            trust_remote_code=section.trust_remote_code,
+            revision=section.revision,
+        )
+    model.generation_config.eos_token_id = stop_token_ids(model, tokenizer, uses_chat(recipe, tokenizer))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return Policy(model, tokenizer)
+
+
+def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig:
+    """Configuration of a LoopLM from scratch."""
+    assert recipe.policy.new is not None
+    return OuroConfig(
+        **recipe.policy.new.model_dump(exclude_none=True),
+        vocab_size=len(tokenizer),
+        total_ut_steps=recipe.policy.loops,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def uses_chat(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts go through the tokenizer's chat template."""
+    wanted = recipe.data.chat_template
+    return bool(tokenizer.chat_template) if wanted is None else wanted
+
+
+def make_dataset(
+    problems: list[Problem], recipe: Recipe, policy: Policy, console: Console, purpose: str
+) -> Dataset:
+    """Prompts as the policy sees them; says how many there are and which were dropped."""
+    dataset, report = build_dataset(problems, recipe.data, policy.tokenizer)
+    console.print(f"{purpose} data: {report}", highlight=False)
+    return dataset
+
+
+def check_lengths(recipe: Recipe, policy: Policy, datasets: list[Dataset]) -> None:
+    """Refuse prompts that with a full completion would run over the model's positions: they would train silently."""
+    positions = policy.model.config.max_position_embeddings
+    for dataset in datasets:
+        lengths = [len(ids) for ids in prompt_ids(dataset["prompt"][:], policy.tokenizer)]
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        needed = lengths[longest] + recipe.rollout.max_completion_length
+        if needed > positions:
+            raise DataError(
+                f"{dataset[longest]['row']}: the prompt has {lengths[longest]} tokens and with "
+                f"rollout.max_completion_length = {recipe.rollout.max_completion_length} needs {needed} positions, but "
+                f"the model has {positions}; lower it or set data.max_prompt_length"
+            )
+
+
+def describe_policy(policy: Policy, console: Console) -> None:
+    spec = policy.model.loop_spec
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    console.print(
+        f"policy: {type(policy.model).__name__}, {parameters:,} parameters, "
+        f"{spec.layers} layers run {spec.loops} times",
+        highlight=False,
+    )
+
+
+def bf16(recipe: Recipe) -> bool:
+    """Whether to compute in bf16 over the fp32 weights."""
+    if recipe.train.precision == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return recipe.train.precision == "bf16"
+
+
+# ------------------------------------------------------------------------------------------------------ warm start
+
+
+def warm_start(
+    recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, run: RunDirectory, console: Console
+) -> Policy:
+    """LoopLM pretraining before RL. The result is saved as `start/`, and loaded from there for a clean beginning."""
+    assert recipe.pretrain is not None
+    trainer = looplm_trainer(recipe, policy, dataset, run, console)
+    target = recipe.pretrain.stop_at_solve_rate
+    if target is not None:
+        stride = max(1, len(dataset) // WARM_START_PROMPTS)
+        sample = dataset.select(range(0, len(dataset), stride)[:WARM_START_PROMPTS])
+
+        def reached(step: int) -> bool:
+            result = measure(recipe, Policy(unwrapped(trainer), policy.tokenizer), sample, reward, seed=step)
+            console.print(f"warm start step {step}: solve rate on training prompts {result}", highlight=False)
+            return result.solve_rate >= target
+
+        trainer.add_callback(StopWhen(reached, recipe.pretrain.check_every))
+    trainer.train()
+    run.update_summary(pretrain_steps=trainer.state.global_step)
+    run.save_policy(unwrapped(trainer), policy.tokenizer, "start")
+    started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
+    return Policy(started, policy.tokenizer)
+
+
+def looplm_trainer(
+    recipe: Recipe, policy: Policy, dataset: Dataset, run: RunDirectory, console: Console
+) -> LoopLMTrainer:
+    """The trainer of the LoopLM objective, with its console and its metrics file."""
+    section = recipe.pretrain
+    assert section is not None
+    if not policy.model.loop_spec.exit_gate:
+        raise PolicyError("the LoopLM objective needs an exit gate, which this model does not have")
+    micro_batch = section.per_device_train_batch_size or section.batch_size
+    args = TrainingArguments(
+        output_dir=str(run.checkpoints),
+        max_steps=section.max_steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=section.batch_size // micro_batch,
+        learning_rate=section.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=section.warmup_steps,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        gradient_checkpointing=recipe.train.gradient_checkpointing,
+        bf16=bf16(recipe),
+        seed=recipe.train.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    trainer = LoopLMTrainer(
+        policy.model,
+        beta=section.beta,
+        epsilon=section.epsilon,
+        args=args,
+        train_dataset=tokenize_responses(dataset, policy.tokenizer, policy.model.config.max_position_embeddings),
+        data_collator=pad_collator(policy.tokenizer.pad_token_id),
+    )
+    show(trainer, PretrainMetricsCallback(run, console), ProgressCallback(console, "LoopLM"))
+    return trainer
+
+
+def unwrapped(trainer: Trainer) -> LoopedForCausalLM:
+    """The plain model of a trainer, without what mixed precision or sharding put around it."""
+    return trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- RL
+
+
+def make_trainer(
+    recipe: Recipe, policy: Policy, dataset: Dataset, rewards: list[NamedReward], run: RunDirectory
+) -> RLTTTrainer:
+    """The trainer that a recipe describes."""
+    return RLTTTrainer(
+        policy.model,
+        [reward.func for reward in rewards],
+        trainer_config(recipe, rewards, str(run.checkpoints)),
+        dataset,
+        processing_class=policy.tokenizer,
+        rollout_writer=run.write_rollouts,
+    )
+
+
+def trainer_config(recipe: Recipe, rewards: list[NamedReward], output_dir: str) -> RLTTConfig:
+    """The recipe in TRL's terms."""
+    objective, rollout, section = recipe.objective, recipe.rollout, recipe.train
+    micro_batch = section.per_device_train_batch_size or rollout.num_generations
+    accumulation = section.prompts_per_step * rollout.num_generations // micro_batch
+    return RLTTConfig(
+        output_dir=output_dir,
+        credit=objective.credit,
+        credit_alpha=objective.credit_alpha,
+        credit_learning_rate=objective.credit_learning_rate,
+        detach_exit=objective.detach_exit,
+        loss_type=objective.loss_type,
+        beta=objective.beta,
+        scale_rewards=objective.scale_rewards,
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+        delta=objective.delta,
+        importance_sampling_level=objective.importance_sampling_level,
+        mask_truncated_completions=objective.mask_truncated_completions,
+        num_generations=rollout.num_generations,
+        temperature=rollout.temperature,
+        max_completion_length=rollout.max_completion_length,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=accumulation * section.updates_per_rollout,
+        num_iterations=section.num_iterations,
+        max_steps=section.max_steps,
+        learning_rate=section.learning_rate,
+        lr_scheduler_type=section.lr_scheduler_type,
+        warmup_steps=section.warmup_steps,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.adam_beta1,
+        adam_beta2=section.adam_beta2,
+        max_grad_norm=section.max_grad_norm,
+        gradient_checkpointing=section.gradient_checkpointing,
+        bf16=bf16(recipe),
+        seed=section.seed,
+        save_strategy="no" if section.save_steps is None else "steps",
+        save_steps=section.save_steps or 500,
+        save_total_limit=section.save_total_limit,
+        reward_weights=[reward.weight for reward in rewards],
+        solved_at=1.0 if rewards[0].solved_at is None else rewards[0].solved_at,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+
+
+def save_trained(trainer: RLTTTrainer, policy: Policy, run: RunDirectory) -> None:
+    """The policy as it is now, and how many updates made it."""
+    model = unwrapped(trainer)
+    credit = None if model.credit is None else model.credit().tolist()
+    model.credit = None  # weights of the objective, not of the policy: no engine would know the key
+    run.update_summary(steps=trainer.state.global_step, **({} if credit is None else {"credit": credit}))
+    run.save_policy(model, policy.tokenizer)
+
+
+def measure(recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, seed: int) -> EvalResult:
+    """Solve rate of the policy as it is now, sampled as the recipe's `evaluate` section says."""
+    section = recipe.evaluate
+    return evaluate_policy(
+        policy.model,
+        policy.tokenizer,
+        dataset,
+        reward,
+        num_generations=section.num_generations,
+        temperature=recipe.rollout.temperature if section.temperature is None else section.temperature,
+        max_completion_length=recipe.rollout.max_completion_length,
+        batch_size=section.batch_size,
+        stop_token_ids=stop_token_ids(policy.model, policy.tokenizer, uses_chat(recipe, policy.tokenizer)),
+        seed=seed,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- recording
+
+
+class MetricsCallback(TrainerCallback):
+    """metrics.jsonl and the console's line, one for each step, with the evaluation of that step where there is one."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, console: Console, evaluate: Callable[[int], EvalResult] | None
+    ) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.console = console
+        self.evaluate = evaluate
+        self.evaluation: dict[str, float] = {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # transformers logs a step after this, so its row can carry the evaluation.
+        if self.evaluate is not None and state.global_step % (self.recipe.evaluate.every or 1) == 0:
+            result = self.evaluate(state.global_step)
+            self.evaluation = {"eval/solve_rate": result.solve_rate, "eval/stderr": result.stderr}
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if "loss" not in logs:  # the summary at the end of training
+            return
+        row = metrics_row(state.global_step, logs) | self.evaluation
+        self.evaluation = {}
+        self.run.log_metrics(row)
+        self.run.update_summary(steps=state.global_step)
+        self.console.print(format_line(state.global_step, state.max_steps, row, RL_LINE), highlight=False)
+
+
+class PretrainMetricsCallback(TrainerCallback):
+    """pretrain.jsonl for each step, and a line every tenth."""
+
+    def __init__(self, run: RunDirectory, console: Console) -> None:
+        self.run = run
+        self.console = console
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if "loss" not in logs:
+            return
+        row = metrics_row(state.global_step, logs)
+        self.run.log_metrics(row, "pretrain.jsonl")
+        if state.global_step % 10 == 0:
+            self.console.print(format_line(state.global_step, state.max_steps, row, PRETRAIN_LINE), highlight=False)
+
+
+def metrics_row(step: int, logs: dict[str, Any]) -> dict[str, Any]:
+    """A step's metrics: `step` first, and `lr` for transformers' `learning_rate`."""
+    row = {"lr" if key == "learning_rate" else key: value for key, value in logs.items()}
+    return {"step": step} | row
+
+
+def show(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Let these callbacks speak in place of transformers' printing of whole dictionaries."""
+    trainer.remove_callback(PrinterCallback)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+
+
+@contextmanager
+def recorded(run: RunDirectory) -> Iterator[None]:
+    """Write how the run ended, whatever ends it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            yield
+    except KeyboardInterrupt:
+        run.close("interrupted")
+        raise
+    except BaseException as error:
+        run.close("failed", error=f"{type(error).__name__}: {error}")
+        raise
+    run.close("finished")
+
+

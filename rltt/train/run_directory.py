@@ -1,0 +1,145 @@
+"""The folder of a run: everything that one needs to read, compare and repeat it.
+
+    recipe.yaml       the resolved recipe, every default written out
+    versions.json     packages, Python, git revision
+    metrics.jsonl     one object a step
+    pretrain.jsonl    the same for the warm start, or for `rltt pretrain`
+    rollouts/         the completions of each step: prompt, completion, gold, rewards, advantage
+    start/            the policy that RL started from, where it is not simply the checkpoint of the recipe
+    checkpoints/      during the run, with train.save_steps
+    policy/           the policy at the end, in HF format
+    summary.json      evaluation before and after, steps, seconds, status
+
+Files appear whole or not at all, and nothing that is there is ever overwritten.
+"""
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import __version__
+from ..errors import UserError
+from ..recipe import Recipe
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
+
+
+class RunDirectory:
+    """Writes a run.
+
+    Args:
+        recipe: the resolved recipe; its `run_directory` is created.
+
+    Raises:
+        UserError: the folder holds files already, or cannot be written.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        check_free(recipe.run_directory)
+        self.path = recipe.run_directory
+        self.started = time.time()
+        self.summary: dict[str, Any] = {"name": recipe.name, "status": "running", "steps": 0}
+        try:
+            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            write_text(self.path / "recipe.yaml", recipe.to_yaml())
+            write_text(self.path / "versions.json", json.dumps(_versions(), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write the run directory: {error}") from error
+        self._write_summary()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def log_metrics(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
+        """Append one step. NaN and infinities, which JSON does not have, become null."""
+        with (self.path / file).open("a", encoding="utf-8") as out:
+            out.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+
+    def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
+        """The completions of one rollout, in a file named after the first step that uses them."""
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        write_text(self.path / "rollouts" / f"step_{rows[0]['step']:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def save_policy(self, model: Any, tokenizer: Any, name: str = "policy") -> None:
+        """Save in HF format, into a folder that appears when it is complete."""
+        partial, final = self.path / f".{name}.partial", self.path / name
+        if partial.exists():
+            shutil.rmtree(partial)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        if final.exists():
+            raise UserError(f"{final}: exists already and is not overwritten; the new one is in {partial}")
+        os.replace(partial, final)
+
+    def update_summary(self, **values: Any) -> None:
+        """Add to summary.json, which is on disk and whole at any time."""
+        self.summary |= values
+        self._write_summary()
+
+    def close(self, status: Status, **values: Any) -> None:
+        """Write the final status."""
+        self.update_summary(status=status, seconds=round(time.time() - self.started, 1), **values)
+
+    def _write_summary(self) -> None:
+        write_text(self.path / "summary.json", json.dumps(self.summary, indent=2) + "\n")
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that is in use: asked before anything is loaded.
+
+    Raises:
+        UserError: the folder holds files, or the path is a file.
+    """
+    if path.is_file():
+        raise UserError(f"{path}: is a file; the run needs a folder (run_dir=…)")
+    if path.exists() and any(path.iterdir()):
+        raise UserError(
+            f"{path}: holds a run already, which is not overwritten; give another folder "
+            f"(run_dir={_free_name(path)}) or remove this one"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, never sees half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _free_name(path: Path) -> Path:
+    return next(
+        candidate for n in range(2, 10_000) if not (candidate := path.with_name(f"{path.name}-{n}")).exists()
+    )
+
+
+def _versions() -> dict[str, Any]:
+    found: dict[str, Any] = {"rltt": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found | {"git": _git_revision()}
+
+
+def _git_revision() -> str | None:
+    """Commit of the repository that the run was started in, marked when it had changes; None outside of one."""
+    try:
+        revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return revision.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
