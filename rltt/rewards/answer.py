@@ -111,7 +111,7 @@ def read(text: str) -> Answer:
         return Words(inside.text) if isinstance(inside, Value) and re.match("[A-Za-z]{2}", inside.text) else inside
     if choice := _CHOICE.fullmatch(text):
         return Choice(choice[1] or choice[2], read(choice[3]))
-    if matrix := _MATRIX.fullmatch(text.removeprefix("(").removesuffix(")").strip()):
+    if matrix := _MATRIX.fullmatch(text.strip("()[] ")):
         rows = [row for row in _split(matrix[2], (r"\\",))[0] if row.strip()]
         return Matrix(tuple(tuple(read(cell) for cell in _split(row, ("&",))[0]) for row in rows))
     parts, joiners = _split(text, (",", ";", "and", "or", r"\land", r"\lor"))
@@ -159,6 +159,11 @@ def _joiner(joiners: list[str]) -> str:
         if joiner in joiners or rf"\l{joiner}" in joiners:
             return joiner
     return ","
+
+
+def nesting(text: str) -> int:
+    """How deep brackets are nested."""
+    return max((depth for _, _, depth in _levels(text)), default=0)
 
 
 def _levels(text: str) -> Iterator[tuple[str, int, int]]:

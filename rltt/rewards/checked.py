@@ -49,6 +49,9 @@ def checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def check_rewards(name: str, rewards: Any, completions: Sequence[Any]) -> list[float | None]:
     """The rewards as floats and Nones, or `RewardError`."""
+    if inspect.iscoroutine(rewards):
+        rewards.close()
+        raise RewardError(f"reward function {name!r} returned a coroutine; declare it with `async def`.")
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__len__") or not hasattr(rewards, "__iter__"):
         raise RewardError(
             f"reward function {name!r} returned {_shown(rewards)}, not a list with one number for each of the "
@@ -65,8 +68,10 @@ def check_rewards(name: str, rewards: Any, completions: Sequence[Any]) -> list[f
 def _number(name: str, index: int, reward: Any, completions: Sequence[Any]) -> float | None:
     if reward is None:
         return None
-    # One element of a tensor or an array is a number in a wrapping.
-    value = reward.item() if hasattr(reward, "item") and getattr(reward, "size", None) != () else reward
+    try:
+        value = reward.item() if hasattr(reward, "item") else reward  # an element of a tensor or an array
+    except (ValueError, RuntimeError):  # that has several elements itself
+        value = reward
     if not isinstance(value, Real):
         problem = f"{_shown(reward)}, not a number or None"
     elif not math.isfinite(value):

@@ -2,16 +2,31 @@
 
 from functools import lru_cache
 
-from rltt.rewards.answer import Answer, readings
+from rltt.rewards.answer import Answer, nesting, readings
 from rltt.rewards.compare import check, same
 from rltt.rewards.extract import final_answer, gold_answer
 from rltt.rewards.outcome import Outcome
-from rltt.rewards.value import UnreadableError, warm_up
+from rltt.rewards.value import UnreadableError
 
-__all__ = ["grade", "warm_up"]
-
-# No answer is that long. What is, is a model repeating itself, and slow to parse.
+# No answer is that long or that deep. What is, is a model repeating itself, and slow to parse.
 MAX_LENGTH = 2000
+MAX_NESTING = 40
+
+
+# The parser builds its tables as it meets new grammar, and sympy loads parts of itself when needed. A worker is
+# forked after that has been done for these.
+_TYPICAL = [
+    (r"\frac{x^{2}+1}{2}-\sqrt{3}y", r"\frac{x^2}{2}-y\sqrt{3}"),
+    (r"\sin(2x)\cos y", r"\log_{2}{8}+a(b+c)"),
+    (r"3i+e^{x}", "n!-|x|"),
+    ("y=2x+3", "2x-y=3"),
+    (r"(-\infty,3)\cup[4,\infty)", r"x<3 \text{ or } x \ge 4"),
+]
+
+
+def warm_up() -> None:
+    for gold, answer in _TYPICAL:
+        grade((gold, rf"\boxed{{{answer}}}"))
 
 
 def grade(pair: tuple[str, str]) -> Outcome:
@@ -45,10 +60,9 @@ def _read(text: str) -> list[Answer]:
         raise UnreadableError("empty")
     if len(text) > MAX_LENGTH:
         raise UnreadableError(f"{len(text)} characters long")
-    try:
-        answers = readings(text)
-        for answer in answers:
-            check(answer)
-    except RecursionError as error:
-        raise UnreadableError("nested too deeply") from error
+    if nesting(text) > MAX_NESTING:
+        raise UnreadableError("brackets nested too deeply")
+    answers = readings(text)
+    for answer in answers:
+        check(answer)
     return answers

@@ -29,7 +29,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_DIGITS_IN_BASE = re.compile(r"(-?(?=\w*\d)[0-9A-Za-z]+)_(\d{1,2})")
+_DIGITS_IN_BASE = re.compile(r"(-?(?=[\w.]*\d)[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)_(\d{1,2})")
 
 # Units that can stand for each other, under one name. Only a unit of this table contradicts another one of it.
 _UNITS = {
@@ -164,15 +164,16 @@ class Based:
     """`2516_8`: its digits as written and its value."""
 
     digits: str
-    value: int
+    value: Fraction
 
 
 def in_base(text: str) -> Based | None:
     match = _DIGITS_IN_BASE.fullmatch(re.sub(r"\\text|[{}() ]", "", text))
     if match is None or not 2 <= int(match[2]) <= 36:
         return None
+    base, (whole, _, part) = int(match[2]), match[1].partition(".")
     try:
-        return Based(match[1], int(match[1], int(match[2])))
+        return Based(match[1], Fraction(int(whole + part, base), base ** len(part)))
     except ValueError:  # a digit that the base does not have
         return None
 

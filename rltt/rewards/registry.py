@@ -33,6 +33,8 @@ ENTRY_POINT_GROUP = "rltt.rewards"
 BUILT_IN = {"math": "rltt.rewards.math:math_reward"}
 
 SIGNATURE = "def {name}(completions, **kwargs) -> list[float | None]"
+# What TRL passes beside the columns of the data set.
+FROM_TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 class RewardEntry(Protocol):
@@ -54,6 +56,8 @@ class NamedReward:
     func: Callable[..., Any]
     weight: float
     solved_at: float | None
+    columns: tuple[str, ...] = ()
+    """Columns of the data set that the function cannot be called without."""
 
 
 def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> list[NamedReward]:
@@ -65,8 +69,20 @@ def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> li
     for entry in entries:
         function = resolve_reward(entry.use, base)
         name = unique_name(_short_name(entry.use), {reward.name for reward in rewards})
-        rewards.append(NamedReward(name, checked(function, name), entry.weight, entry.solved_at))
+        columns = tuple(sorted(_required(function) - FROM_TRL))
+        rewards.append(NamedReward(name, checked(function, name), entry.weight, entry.solved_at, columns))
     return rewards
+
+
+def check_columns(rewards: Iterable[NamedReward], columns: Iterable[str]) -> None:
+    """Raises `RewardError` when a reward function needs a column that the data set does not have."""
+    columns = sorted(columns)
+    for reward in rewards:
+        for missing in (column for column in reward.columns if column not in columns):
+            raise RewardError(
+                f"reward function {reward.name!r} needs the column {missing!r}, and the data set has "
+                f"{', '.join(columns)}{_nearest(missing, columns)}"
+            )
 
 
 def resolve_reward(use: str, base: Path | None = None) -> Callable[..., Any]:
@@ -184,8 +200,8 @@ def _check_callable(use: str, function: Any) -> None:
         raise RewardError(f"reward {use!r} is {_a(function)}, not a function. It should be `{wanted}`.")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # a builtin that does not show its signature
+    except ValueError as error:
+        raise RewardError(f"reward {use!r}: {name} does not show its signature. It should be `{wanted}`.") from error
     parameters = signature.parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -200,6 +216,13 @@ def _check_callable(use: str, function: Any) -> None:
         problem = "does not take `**kwargs`, and it is called with every column of the data set as a keyword"
     if problem:
         raise RewardError(f"reward {use!r}: {name}{signature} {problem}. It should be `{wanted}`.")
+
+
+def _required(function: Callable[..., Any]) -> set[str]:
+    """The keywords without which a function cannot be called."""
+    fills_up = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in fills_up}
 
 
 def _functions(module: ModuleType) -> list[str]:

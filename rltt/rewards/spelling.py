@@ -30,6 +30,7 @@ _RULES = [
         # Thousands: `11,\!111` and `11{,}111` say clearly that the comma is no separator.
         (r"(?<=\d)\s*(?:,\s*\\!|\{\s*,\s*\}|\\!\s*,)\s*(?:\\!\s*)*(?=\d{3}(?!\d))", ""),
         (r"\\!\s*", ""),
+        (r"\\\\\s*\[[^\[\]]*(?:pt|em|ex|mm|cm)\]", r"\\\\"),
         (r"(?<!\\)\\[ ,;:]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\n|\t", " "),
         # Fonts. What they hold counts, so one of them stands for all; a single letter or a number needs none.
         (r"\\(?:math(?:rm|bf|it|sf|tt|normal)|text(?:rm|bf|it|sf|tt|up|normal)|mbox|hbox|operatorname\*?|boldsymbol)"
@@ -51,7 +52,7 @@ _RULES = [
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
         (r"\\(?:simeq|thickapprox)(?![A-Za-z])|~=", r"\\approx "),
-        (r"^\s*\\approx(?![A-Za-z])", ""),
+        (r"^\s*(?:=|\\approx(?![A-Za-z]))", ""),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\lbrack(?![A-Za-z])", "["),
@@ -65,7 +66,7 @@ _RULES = [
         (r"\\%", "%"),
         (r"\\\$|\\textdollar(?![A-Za-z])", "$"),
         (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
-        (r"(?<![A-Za-z\\])(?:infinity|infty)(?![A-Za-z])", r"\\infty "),
+        (r"(?<![A-Za-z\\])(?:infinity|infty|inf)(?![A-Za-z])", r"\\infty "),
         (r"(?<![\w})\]])\+\s*(?=\\infty)", ""),
         # Plain text as in a program: `2**3`, `pi/2`, `x^-1`, `2^10`.
         (r"\*\*", "^"),

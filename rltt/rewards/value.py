@@ -5,6 +5,7 @@ math-verify's own comparison rounds to six decimals, subtracts to fifteen digits
 significant digits, and expressions with variables at points.
 """
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from sympy.core.function import AppliedUndef
 T = TypeVar("T")
 
 DIGITS = 50
+MAX_DIGITS = 100_000
 _PRECISION = sympy.Float(10, DIGITS) ** (8 - DIGITS)
 _TINY = sympy.Float(10, DIGITS) ** -40
 # Where variables are tried: mostly positive, because a root or a logarithm often has no real value elsewhere.
@@ -33,15 +35,15 @@ class UnreadableError(ValueError):
     """A text that is not mathematics, or none that the parser knows."""
 
 
-def warm_up() -> None:
-    """Fill the parser's tables, which are built as it meets new grammar: the first answers would pay for all."""
-    for text in (r"\frac{x^{2}+1}{2}-\sqrt{3}y", r"\sin(2x)\cos y", r"\log_{2}{8}", r"a(b+c)", r"3i+e^{x}", r"n!"):
-        expression(text)
+class TooLargeError(UnreadableError):
+    """A number with more digits than can be written out, such as a tower of powers."""
 
 
 @lru_cache(maxsize=4096)
 def expression(text: str) -> sympy.Basic:
     """A tidy text as a sympy expression: exact, with `i` and `e` as the constants. Raises `UnreadableError`."""
+    if re.search(r"\d\s*_", text):  # the parser would drop the subscript
+        raise UnreadableError("a number with a subscript that is no base")
     text = _DEGREES.sub(r"\\frac{\1 \\pi}{180}", text)
     try:
         parsed = latex2sympy(text, is_real=None, normalization_config=None, conversion_config=_CONVERSION)
@@ -51,7 +53,27 @@ def expression(text: str) -> sympy.Basic:
         raise UnreadableError(str(error).split("\n")[0]) from error
     if not isinstance(parsed, sympy.Expr):
         raise UnreadableError(f"{type(parsed).__name__} is not an expression")
+    if _digits(parsed) > MAX_DIGITS:
+        raise TooLargeError("too large a number to evaluate")
     return _exact(parsed)
+
+
+def _digits(parsed: sympy.Basic) -> float:
+    """Roughly how many digits evaluating the numbers in an expression writes out."""
+    if parsed.is_Symbol:
+        return 4.0  # of the points where it is tried
+    if parsed.is_Float:
+        return float(len(str(parsed)))
+    if parsed.is_Rational:
+        return math.log10(max(1, abs(parsed.p), parsed.q))
+    if parsed.is_Pow:
+        base, exponent = parsed.args
+        times = abs(float(exponent)) if exponent.is_Rational else 10.0 ** min(_digits(exponent), 300)
+        return _digits(base) * times
+    if isinstance(parsed, sympy.factorial):
+        number = 10.0 ** min(_digits(parsed.args[0]), 300)
+        return number * math.log10(number + 1)
+    return sum(map(_digits, parsed.args))
 
 
 def _exact(parsed: sympy.Expr) -> sympy.Expr:
@@ -78,7 +100,7 @@ def equal(left: sympy.Expr, right: sympy.Expr) -> bool:
 
 def proportional(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr | None:
     """The constant c with left = c·right, or None. With one, `left = 0` and `right = 0` are the same equation."""
-    pairs = _at_points(left, right)
+    pairs = _at_points(left, right) if left.free_symbols and right.free_symbols else []
     if len(pairs) < 3 or any(b == 0 for _, b in pairs):
         return None
     ratios = [a / b for a, b in pairs]

@@ -85,7 +85,7 @@ def train(recipe: Recipe) -> Path:
         if eval_dataset is not None and recipe.evaluate.before:
             before = evaluate(recipe.train.seed)
             run.update_summary(eval_before=before.to_dict())
-            console.print(f"held-out before: {before}")
+            console.print(f"held-out before: {before}", highlight=False)
 
         trainer = make_trainer(recipe, policy, dataset, rewards, run)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
@@ -98,7 +98,7 @@ def train(recipe: Recipe) -> Path:
         if eval_dataset is not None and recipe.evaluate.after:
             after = evaluate(recipe.train.seed + 1)
             run.update_summary(eval_after=after.to_dict())
-            console.print(f"held-out after:  {after}")
+            console.print(f"held-out after:  {after}", highlight=False)
     return run.path
 
 
@@ -196,7 +196,7 @@ def make_dataset(
 ) -> Dataset:
     """Prompts as the policy sees them; says how many there are and which were dropped."""
     dataset, report = build_dataset(problems, recipe.data, policy.tokenizer)
-    console.print(f"{purpose} data: {report}", highlight=False)
+    console.print(f"{purpose} data: {report}", highlight=False, soft_wrap=True)
     return dataset
 
 
@@ -248,7 +248,7 @@ def warm_start(
 
         def reached(step: int) -> bool:
             result = measure(recipe, Policy(unwrapped(trainer), policy.tokenizer), sample, reward, seed=step)
-            console.print(f"warm start step {step}: solve rate on training prompts {result}", highlight=False)
+            console.print(f"warm start step {step}: solve rate on training prompts {result}", highlight=False, soft_wrap=True)
             return result.solve_rate >= target
 
         trainer.add_callback(StopWhen(reached, recipe.pretrain.check_every))
@@ -277,6 +277,7 @@ def looplm_trainer(
         lr_scheduler_type="cosine",
         warmup_steps=section.warmup_steps,
         weight_decay=section.weight_decay,
+        adam_beta2=section.adam_beta2,
         max_grad_norm=section.max_grad_norm,
         gradient_checkpointing=recipe.train.gradient_checkpointing,
         bf16=bf16(recipe),
@@ -427,7 +428,7 @@ class MetricsCallback(TrainerCallback):
         self.evaluation = {}
         self.run.log_metrics(row)
         self.run.update_summary(steps=state.global_step)
-        self.console.print(format_line(state.global_step, state.max_steps, row, RL_LINE), highlight=False)
+        self.console.print(format_line(state.global_step, state.max_steps, row, RL_LINE), highlight=False, soft_wrap=True)
 
 
 class PretrainMetricsCallback(TrainerCallback):
@@ -445,7 +446,7 @@ class PretrainMetricsCallback(TrainerCallback):
         row = metrics_row(state.global_step, logs)
         self.run.log_metrics(row, "pretrain.jsonl")
         if state.global_step % 10 == 0:
-            self.console.print(format_line(state.global_step, state.max_steps, row, PRETRAIN_LINE), highlight=False)
+            self.console.print(format_line(state.global_step, state.max_steps, row, PRETRAIN_LINE), highlight=False, soft_wrap=True)
 
 
 def metrics_row(step: int, logs: dict[str, Any]) -> dict[str, Any]:
