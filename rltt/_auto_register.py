@@ -1,8 +1,8 @@
 """Make looped model types known to transformers' Auto classes as soon as those are loaded, and not before.
 
-Registering needs the model classes, which need torch: seconds that `import rltt` and `rltt --help` must not cost. So the
-imports of transformers are watched. When its tables have been loaded and no import is half-way (a class of ours could
-then meet a partly loaded transformers module), the registration follows.
+Registering needs the model classes, which need torch: seconds that `import rltt` and `rltt --help` must not cost. So
+the imports of transformers are watched. When its tables have been loaded and no import is half-way (a class of ours
+could then meet a partly loaded transformers module), the registration follows.
 """
 
 import sys

@@ -382,7 +382,7 @@ def test_nothing_to_measure(uniform):
 def checkpoint(tmp_path_factory) -> str:
     """A policy of depth 2 that knows the eight problems of `known_problems` by heart, saved."""
     policy = tiny_policy(loops=2, hidden_size=64)
-    rows = [TOKENIZER(f"{p.prompt} {p.response}")["input_ids"] + [EOS] for p in known_problems()]
+    rows = [TOKENIZER(rf"{p.prompt} \boxed{{{p.gold}}}")["input_ids"] + [EOS] for p in known_problems()]
     prompts = [len(TOKENIZER(p.prompt)["input_ids"]) for p in known_problems()]
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])

@@ -192,7 +192,7 @@ def naive_term(loss: PolicyLoss, log_probs: list[float], old: list[float], advan
 LOSSES = [
     *(PolicyLoss(loss_type) for loss_type in REDUCTION),
     PolicyLoss("grpo", epsilon_low=0.1, epsilon_high=0.3),
-    PolicyLoss("grpo", delta=1.5),
+    PolicyLoss("grpo", delta=1.05),
     PolicyLoss("grpo", importance_sampling_level="sequence"),
     PolicyLoss("luspo", importance_sampling_level="sequence"),
     PolicyLoss("cispo", epsilon_high=1.1),

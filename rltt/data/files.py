@@ -77,7 +77,7 @@ def _csv(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[int, Row]]:
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow.parquet
 
     try:
         rows = pyarrow.parquet.read_table(file).to_pylist()

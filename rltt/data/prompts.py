@@ -141,7 +141,7 @@ def prompt_ids(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> lis
 
 def _extra_columns(problems: list[Problem]) -> dict[str, list[Any]]:
     """The source's remaining columns under names that are free; a row without one has None."""
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
 
     names = list(dict.fromkeys(name for problem in problems for name in problem.columns))
     columns = {}

@@ -63,7 +63,9 @@ def loop_dense_model(
     missing, unexpected = looped.load_state_dict(dense.state_dict(), strict=False)
     new = {"model.early_exit_gate.weight", "model.early_exit_gate.bias", "model.input_mixing.logit"}
     if unexpected or set(missing) - new:
-        raise PolicyError(f"weights do not fit a {model_type}: missing {sorted(set(missing) - new)}, extra {unexpected}")
+        raise PolicyError(
+            f"weights do not fit a {model_type}: missing {sorted(set(missing) - new)}, extra {unexpected}"
+        )
     looped.generation_config = dense.generation_config
     return looped
 

@@ -283,8 +283,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             score: score `labels` at each loop without ever holding T·S·V logits.
         """
         if score is not None:
-            if labels is None:
-                raise ValueError("score needs labels: the tokens to score, -100 elsewhere")
             use_cache = False
         outputs = self.model(
             input_ids=input_ids,
@@ -297,6 +295,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         if score is not None:
+            if labels is None:
+                raise ValueError("score needs labels: the tokens to score, -100 elsewhere")
             scores = loop_log_probs(
                 outputs.loop_states[-1:] if score.last_only else outputs.loop_states,
                 self.lm_head.weight,
@@ -331,5 +331,3 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = DynamicCache()
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-
-

@@ -5,7 +5,6 @@ The layers are transformers' own, so at T = 1 a converted model is the dense mod
 
 from typing import ClassVar
 
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -16,26 +15,26 @@ from .looped import LoopedForCausalLM, LoopedModel
 class LoopedLlamaModel(LoopedModel):
     config: LoopedLlamaConfig
     config_class = LoopedLlamaConfig
-    layer_class: ClassVar[type[nn.Module]] = LlamaDecoderLayer
+    layer_class = LlamaDecoderLayer
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer"]
 
 
 class LoopedLlamaForCausalLM(LoopedForCausalLM):
     config: LoopedLlamaConfig
     config_class = LoopedLlamaConfig
-    model_class: ClassVar[type[LoopedModel]] = LoopedLlamaModel
+    model_class = LoopedLlamaModel
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer"]
 
 
 class LoopedQwen3Model(LoopedModel):
     config: LoopedQwen3Config
     config_class = LoopedQwen3Config
-    layer_class: ClassVar[type[nn.Module]] = Qwen3DecoderLayer
+    layer_class = Qwen3DecoderLayer
     _no_split_modules: ClassVar[list[str]] = ["Qwen3DecoderLayer"]
 
 
 class LoopedQwen3ForCausalLM(LoopedForCausalLM):
     config: LoopedQwen3Config
     config_class = LoopedQwen3Config
-    model_class: ClassVar[type[LoopedModel]] = LoopedQwen3Model
+    model_class = LoopedQwen3Model
     _no_split_modules: ClassVar[list[str]] = ["Qwen3DecoderLayer"]

@@ -6,7 +6,7 @@ a layer; the normed state of a loop feeds the gate, the head at that depth, and 
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
@@ -35,12 +35,12 @@ class OuroDecoderLayer(GradientCheckpointingLayer):
 class OuroModel(LoopedModel):
     config: OuroConfig
     config_class = OuroConfig
-    layer_class: ClassVar[type[nn.Module]] = OuroDecoderLayer
+    layer_class = OuroDecoderLayer
     _no_split_modules: ClassVar[list[str]] = ["OuroDecoderLayer"]
 
 
 class OuroForCausalLM(LoopedForCausalLM):
     config: OuroConfig
     config_class = OuroConfig
-    model_class: ClassVar[type[LoopedModel]] = OuroModel
+    model_class = OuroModel
     _no_split_modules: ClassVar[list[str]] = ["OuroDecoderLayer"]

@@ -1,11 +1,10 @@
 """Advantages: the reward of a completion against the others of its group (GRPO, eq. 3).
 
-Rewards are NaN where no reward function applied: such a completion is left out of its group's statistics and gets A = 0.
+A reward is NaN where no reward function applied: such a completion is left out of its group's statistics and has A = 0.
 """
 
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,8 +12,8 @@ Scale = Literal["group", "batch", "none"]
 
 
 def group_advantages(
-    rewards: Float[Tensor, "B"], num_generations: int, scale: Scale = "group", epsilon: float = 1e-4
-) -> Float[Tensor, "B"]:
+    rewards: Float[Tensor, " B"], num_generations: int, scale: Scale = "group", epsilon: float = 1e-4
+) -> Float[Tensor, " B"]:
     """A_i = (r_i - mean_G r) / (std + ε); a group whose rewards are all equal has A = 0.
 
     Args:
@@ -37,7 +36,7 @@ def nanstd(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     return (variance * (count / (count - 1).clamp(min=1))).sqrt()
 
 
-def mixed_groups(solved: Float[Tensor, "B"], num_generations: int) -> Float[Tensor, ""]:
+def mixed_groups(solved: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, ""]:
     """Share of prompts with both solved and unsolved completions: only they carry a policy gradient.
 
     `solved` is 1 or 0, NaN where no reward applied.

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 SCHEMES = ("final", "uniform", "progressive", "exit_pdf", "learned")
 
 
-def final(loops: int, device: torch.device | None = None) -> Float[Tensor, "T"]:
+def final(loops: int, device: torch.device | None = None) -> Float[Tensor, " T"]:
     """All credit to the last loop. This is GRPO."""
     weights = torch.zeros(loops, device=device)
     weights[-1] = 1.0
     return weights
 
 
-def uniform(loops: int, device: torch.device | None = None) -> Float[Tensor, "T"]:
+def uniform(loops: int, device: torch.device | None = None) -> Float[Tensor, " T"]:
     """ω_t = 1/T."""
     return torch.full((loops,), 1.0 / loops, device=device)
 
 
-def progressive(loops: int, alpha: float = 1.0, device: torch.device | None = None) -> Float[Tensor, "T"]:
+def progressive(loops: int, alpha: float = 1.0, device: torch.device | None = None) -> Float[Tensor, " T"]:
     """ω_t = t^α / Σ_s s^α, t = 1..T. α = 0 is uniform; a large α tends to final."""
     weights = torch.arange(1, loops + 1, device=device, dtype=torch.float32) ** alpha
     return weights / weights.sum()
@@ -50,5 +50,5 @@ class LearnedCredit(nn.Module):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(loops))
 
-    def forward(self) -> Float[Tensor, "T"]:
+    def forward(self) -> Float[Tensor, " T"]:
         return torch.softmax(self.logits.float(), dim=0)

@@ -76,9 +76,9 @@ def _score_rows(
     rows: list[Float[Tensor, "N H"]],
     loops: list[int],
     head: Float[Tensor, "V H"],
-    targets: Int[Tensor, "N"],
+    targets: Int[Tensor, " N"],
     temperature: float,
-) -> dict[int, tuple[Float[Tensor, "N"], Float[Tensor, "N"]]]:
+) -> dict[int, tuple[Float[Tensor, " N"], Float[Tensor, " N"]]]:
     """Log-probs and entropies of the given loops' rows, by loop."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 

@@ -68,7 +68,7 @@ def _digits(parsed: sympy.Basic) -> float:
         return math.log10(max(1, abs(parsed.p), parsed.q))
     if parsed.is_Pow:
         base, exponent = parsed.args
-        times = abs(float(exponent)) if exponent.is_Rational else 10.0 ** min(_digits(exponent), 300)
+        times = abs(float(exponent)) if exponent.is_Number else 10.0 ** min(_digits(exponent), 300)
         return _digits(base) * times
     if isinstance(parsed, sympy.factorial):
         number = 10.0 ** min(_digits(parsed.args[0]), 300)

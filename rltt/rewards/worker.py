@@ -8,6 +8,7 @@ training process.
 import importlib
 import os
 import resource
+import select
 import signal
 import socket
 from collections.abc import Callable
@@ -16,15 +17,22 @@ from typing import Any
 
 # A power tower can ask for all the memory there is before its time is up.
 MEMORY_LIMIT = 4 * 2**30
+DONE = object()
 
 
 def nursery(control_fd: int, task: str, deadline: float) -> None:
     """Fork a worker for each socket that arrives on `control_fd`; end, after the workers, when it is closed."""
-    function = load(task)
+    module_name, function_name = task.split(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, function_name)
+    warming = module.warm_up() if hasattr(module, "warm_up") else iter(())
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     while True:
+        # What the module does to warm up, it does between forks, so that the first workers need not wait for it.
+        while not select.select([control], [], [], 0)[0] and next(warming, DONE) is not DONE:
+            pass
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
             break
@@ -39,15 +47,6 @@ def nursery(control_fd: int, task: str, deadline: float) -> None:
             os.wait()
         except ChildProcessError:
             return
-
-
-def load(task: str) -> Callable[[Any], Any]:
-    """The function that `package.module:function` names; its module may warm itself up in `warm_up()`."""
-    module_name, function_name = task.split(":")
-    module = importlib.import_module(module_name)
-    if hasattr(module, "warm_up"):
-        module.warm_up()
-    return getattr(module, function_name)
 
 
 def serve(connection: Connection, function: Callable[[Any], Any], deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""`RLTTConfig`: TRL's GRPOConfig with credit over loops, and with what is unsafe for looped policies refused by name."""
+"""`RLTTConfig`: TRL's GRPOConfig with credit over loops, and what is unsafe for looped policies refused by name."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,18 +8,23 @@ from trl import GRPOConfig
 from ..objective.credit import SCHEMES
 from ..objective.policy_loss import REDUCTION, PolicyLoss
 
+_OTHER_SAMPLER = "completions would be sampled from another distribution than the one that is scored"
 # Option, its neutral value, and why any other value is unsafe for a looped policy.
 _UNSAFE: tuple[tuple[str, Any, str], ...] = (
     ("off_policy_mask_threshold", None, "its sequence mask is made from the last loop, the other loops have none"),
     ("use_adaptive_entropy", False, "its controller sees the last loop's entropy while the credit goes to all loops"),
     ("router_aux_loss_coef", None, "looped policies have no router"),
     ("sync_ref_model", False, "the KL is measured to a frozen reference; a moving one hides how far the policy went"),
-    ("top_p", 1.0, "completions would be sampled from another distribution than the one that is scored"),
-    ("top_k", 0, "completions would be sampled from another distribution than the one that is scored"),
-    ("min_p", None, "completions would be sampled from another distribution than the one that is scored"),
-    ("repetition_penalty", 1.0, "completions would be sampled from another distribution than the one that is scored"),
+    ("top_p", 1.0, _OTHER_SAMPLER),
+    ("top_k", 0, _OTHER_SAMPLER),
+    ("min_p", None, _OTHER_SAMPLER),
+    ("repetition_penalty", 1.0, _OTHER_SAMPLER),
     ("cache_implementation", None, "only a dynamic cache can hold one slot for each loop and layer"),
-    ("use_transformers_continuous_batching", False, "its cache has one slot a layer, a looped model has one a loop too"),
+    (
+        "use_transformers_continuous_batching",
+        False,
+        "its cache has one slot a layer, not one a loop",
+    ),
     ("use_liger_kernel", False, "it patches model classes by family and does not know the looped ones"),
     ("use_vllm", False, "vLLM rollouts of looped policies are not part of this version"),
 )

@@ -55,9 +55,7 @@ class ProgressCallback(TrainerCallback):
         self.progress.start()
         self.task = self.progress.add_task(self.title, total=state.max_steps)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.progress.update(self.task, completed=state.global_step)
 
     def on_train_end(

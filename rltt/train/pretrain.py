@@ -99,7 +99,7 @@ def tokenize_responses(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max
         raise DataError("the LoopLM objective needs a response in every row: name its column in data.columns.response")
     prompts = prompt_ids(dataset["prompt"][:], tokenizer)
     end = end_of_response_id(tokenizer, chat=not isinstance(dataset[0]["prompt"], str))
-    responses = [ids + [end] for ids in tokenizer(dataset["response"][:], add_special_tokens=False)["input_ids"]]
+    responses = [[*ids, end] for ids in tokenizer(dataset["response"][:], add_special_tokens=False)["input_ids"]]
     rows = list(zip(prompts, responses, dataset["row"], strict=True))
     for prompt, response, where in rows:
         if len(prompt) + len(response) > max_length:

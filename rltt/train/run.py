@@ -4,53 +4,45 @@ Read top to bottom: data and rewards are checked, the policy is loaded (and warm
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import (
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import TrainingArguments, set_seed
+from transformers.utils import logging as transformers_logging
 
-from ..data import Problem, arithmetic_tokenizer, build_dataset, load_split, prompt_ids
-from ..errors import DataError, PolicyError
+from ..data import arithmetic_tokenizer, load_split
+from ..errors import PolicyError
 from ..evaluate import EvalResult, evaluate_policy
-from ..models.configuration import OuroConfig
-from ..models.load import load_config, load_policy, load_tokenizer, stop_token_ids
-from ..models.looped import LoopedForCausalLM
-from ..models.looplm import OuroForCausalLM
+from ..models.load import load_config, load_policy, stop_token_ids
 from ..recipe import Recipe
 from ..rewards import load_rewards
 from ..rewards.registry import NamedReward
+from .callbacks import MetricsCallback, PretrainMetricsCallback, show
 from .config import RLTTConfig
-from .console import PRETRAIN_LINE, RL_LINE, ProgressCallback, format_line
+from .console import ProgressCallback
 from .plan import plan
+from .policy import (
+    Policy,
+    bf16,
+    check_lengths,
+    describe_policy,
+    load,
+    make_dataset,
+    new_config,
+    unwrapped,
+    uses_chat,
+)
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 from .run_directory import RunDirectory, check_free
 from .trainer import RLTTTrainer
 
 # Training prompts on which a warm start measures its solve rate.
 WARM_START_PROMPTS = 64
-
-
-@dataclass
-class Policy:
-    """The model with what belongs to it."""
-
-    model: LoopedForCausalLM
-    tokenizer: PreTrainedTokenizerBase
 
 
 def train(recipe: Recipe) -> Path:
@@ -135,101 +127,16 @@ def describe(recipe: Recipe) -> str:
     if source.is_file or source.is_arithmetic:
         rows = len(load_split(recipe.data)[0])
     try:
-        config = new_config(recipe, arithmetic_tokenizer()) if recipe.policy.new else load_config(
-            str(recipe.policy.path), recipe.policy.trust_remote_code, recipe.policy.revision
+        config = (
+            new_config(recipe, arithmetic_tokenizer())
+            if recipe.policy.new
+            else load_config(str(recipe.policy.path), recipe.policy.trust_remote_code, recipe.policy.revision)
         )
     except PolicyError as error:
         notes.append(f"note: {error}")
-    precision = "bf16" if bf16(recipe) else "fp32"
+    precision: Literal["bf16", "fp32"] = "bf16" if bf16(recipe) else "fp32"
     amounts = plan(recipe, None if config is None else config.to_dict(), rows, precision=precision)
     return "\n".join([amounts.render(), *notes])
-
-
-# ------------------------------------------------------------------------------------------------ policy and data
-
-
-def load(recipe: Recipe) -> Policy:
-    """The policy of a recipe at its depth, in fp32, and its tokenizer."""
-    section = recipe.policy
-    if section.new is not None:
-        tokenizer = arithmetic_tokenizer()
-        model = OuroForCausalLM._from_config(
-            new_config(recipe, tokenizer), dtype=torch.float32, attn_implementation=section.attn_implementation
-        )
-    else:
-        path = str(section.path)
-        tokenizer = load_tokenizer(path, section.trust_remote_code, section.revision)
-        model = load_policy(
-            path,
-            section.loops,
-            convert=None if section.convert is None else section.convert.model_dump(),
-            attn_implementation=section.attn_implementation,
-            trust_remote_code=section.trust_remote_code,
-            revision=section.revision,
-        )
-    model.generation_config.eos_token_id = stop_token_ids(model, tokenizer, uses_chat(recipe, tokenizer))
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return Policy(model, tokenizer)
-
-
-def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig:
-    """Configuration of a LoopLM from scratch."""
-    assert recipe.policy.new is not None
-    return OuroConfig(
-        **recipe.policy.new.model_dump(exclude_none=True),
-        vocab_size=len(tokenizer),
-        total_ut_steps=recipe.policy.loops,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-
-
-def uses_chat(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts go through the tokenizer's chat template."""
-    wanted = recipe.data.chat_template
-    return bool(tokenizer.chat_template) if wanted is None else wanted
-
-
-def make_dataset(
-    problems: list[Problem], recipe: Recipe, policy: Policy, console: Console, purpose: str
-) -> Dataset:
-    """Prompts as the policy sees them; says how many there are and which were dropped."""
-    dataset, report = build_dataset(problems, recipe.data, policy.tokenizer)
-    console.print(f"{purpose} data: {report}", highlight=False, soft_wrap=True)
-    return dataset
-
-
-def check_lengths(recipe: Recipe, policy: Policy, datasets: list[Dataset]) -> None:
-    """Refuse prompts that with a full completion would run over the model's positions: they would train silently."""
-    positions = policy.model.config.max_position_embeddings
-    for dataset in datasets:
-        lengths = [len(ids) for ids in prompt_ids(dataset["prompt"][:], policy.tokenizer)]
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        needed = lengths[longest] + recipe.rollout.max_completion_length
-        if needed > positions:
-            raise DataError(
-                f"{dataset[longest]['row']}: the prompt has {lengths[longest]} tokens and with "
-                f"rollout.max_completion_length = {recipe.rollout.max_completion_length} needs {needed} positions, but "
-                f"the model has {positions}; lower it or set data.max_prompt_length"
-            )
-
-
-def describe_policy(policy: Policy, console: Console) -> None:
-    spec = policy.model.loop_spec
-    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-    console.print(
-        f"policy: {type(policy.model).__name__}, {parameters:,} parameters, "
-        f"{spec.layers} layers run {spec.loops} times",
-        highlight=False,
-    )
-
-
-def bf16(recipe: Recipe) -> bool:
-    """Whether to compute in bf16 over the fp32 weights."""
-    if recipe.train.precision == "auto":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return recipe.train.precision == "bf16"
 
 
 # ------------------------------------------------------------------------------------------------------ warm start
@@ -248,7 +155,9 @@ def warm_start(
 
         def reached(step: int) -> bool:
             result = measure(recipe, Policy(unwrapped(trainer), policy.tokenizer), sample, reward, seed=step)
-            console.print(f"warm start step {step}: solve rate on training prompts {result}", highlight=False, soft_wrap=True)
+            console.print(
+                f"warm start step {step}: solve rate on training prompts {result}", highlight=False, soft_wrap=True
+            )
             return result.solve_rate >= target
 
         trainer.add_callback(StopWhen(reached, recipe.pretrain.check_every))
@@ -298,11 +207,6 @@ def looplm_trainer(
     )
     show(trainer, PretrainMetricsCallback(run, console), ProgressCallback(console, "LoopLM"))
     return trainer
-
-
-def unwrapped(trainer: Trainer) -> LoopedForCausalLM:
-    """The plain model of a trainer, without what mixed precision or sharding put around it."""
-    return trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- RL
@@ -396,78 +300,13 @@ def measure(recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedRewar
     )
 
 
-# ------------------------------------------------------------------------------------------------------- recording
-
-
-class MetricsCallback(TrainerCallback):
-    """metrics.jsonl and the console's line, one for each step, with the evaluation of that step where there is one."""
-
-    def __init__(
-        self, recipe: Recipe, run: RunDirectory, console: Console, evaluate: Callable[[int], EvalResult] | None
-    ) -> None:
-        self.recipe = recipe
-        self.run = run
-        self.console = console
-        self.evaluate = evaluate
-        self.evaluation: dict[str, float] = {}
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # transformers logs a step after this, so its row can carry the evaluation.
-        if self.evaluate is not None and state.global_step % (self.recipe.evaluate.every or 1) == 0:
-            result = self.evaluate(state.global_step)
-            self.evaluation = {"eval/solve_rate": result.solve_rate, "eval/stderr": result.stderr}
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
-    ) -> None:
-        if "loss" not in logs:  # the summary at the end of training
-            return
-        row = metrics_row(state.global_step, logs) | self.evaluation
-        self.evaluation = {}
-        self.run.log_metrics(row)
-        self.run.update_summary(steps=state.global_step)
-        self.console.print(format_line(state.global_step, state.max_steps, row, RL_LINE), highlight=False, soft_wrap=True)
-
-
-class PretrainMetricsCallback(TrainerCallback):
-    """pretrain.jsonl for each step, and a line every tenth."""
-
-    def __init__(self, run: RunDirectory, console: Console) -> None:
-        self.run = run
-        self.console = console
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
-    ) -> None:
-        if "loss" not in logs:
-            return
-        row = metrics_row(state.global_step, logs)
-        self.run.log_metrics(row, "pretrain.jsonl")
-        if state.global_step % 10 == 0:
-            self.console.print(format_line(state.global_step, state.max_steps, row, PRETRAIN_LINE), highlight=False, soft_wrap=True)
-
-
-def metrics_row(step: int, logs: dict[str, Any]) -> dict[str, Any]:
-    """A step's metrics: `step` first, and `lr` for transformers' `learning_rate`."""
-    row = {"lr" if key == "learning_rate" else key: value for key, value in logs.items()}
-    return {"step": step} | row
-
-
-def show(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Let these callbacks speak in place of transformers' printing of whole dictionaries."""
-    trainer.remove_callback(PrinterCallback)
-    for callback in callbacks:
-        trainer.add_callback(callback)
-
-
 @contextmanager
 def recorded(run: RunDirectory) -> Iterator[None]:
     """Write how the run ended, whatever ends it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
+            transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
             yield
     except KeyboardInterrupt:
         run.close("interrupted")
@@ -476,5 +315,3 @@ def recorded(run: RunDirectory) -> Iterator[None]:
         run.close("failed", error=f"{type(error).__name__}: {error}")
         raise
     run.close("finished")
-
-

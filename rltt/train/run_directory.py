@@ -120,9 +120,7 @@ def _json_number(value: Any) -> Any:
 
 
 def _free_name(path: Path) -> Path:
-    return next(
-        candidate for n in range(2, 10_000) if not (candidate := path.with_name(f"{path.name}-{n}")).exists()
-    )
+    return next(candidate for n in range(2, 10_000) if not (candidate := path.with_name(f"{path.name}-{n}")).exists())
 
 
 def _versions() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -69,7 +69,7 @@ class RLTTTrainer(GRPOTrainer):
     """
 
     args: RLTTConfig
-    _tag_names = ["trl", "rltt", "grpo"]
+    _tag_names: ClassVar[list[str]] = ["trl", "rltt", "grpo"]
     _name = "RLTT"
 
     def __init__(
@@ -181,7 +181,7 @@ class RLTTTrainer(GRPOTrainer):
             )[0]
 
     def _write_rollouts(
-        self, inputs: list[dict[str, Any]], rewards: Float[Tensor, "B"], solved: Float[Tensor, "B"], mode: str
+        self, inputs: list[dict[str, Any]], rewards: Float[Tensor, " B"], solved: Float[Tensor, " B"], mode: str
     ) -> None:
         """Hand each completion with its prompt, gold, rewards and advantage to the writer."""
         extra = gather_object([{key: example.get(key) for key in ("gold", "row")} for example in inputs])
@@ -252,23 +252,18 @@ class RLTTTrainer(GRPOTrainer):
                 output = model(
                     input_ids=input_ids[rows], attention_mask=attention_mask[rows], labels=labels[rows], score=request
                 )
-            exit_log_pdf = None
-            if output.exit_log_pdf is not None:
-                exit_log_pdf = output.exit_log_pdf[:, :-1][:, -completion_length:]
-            parts.append(
-                CompletionScores(
-                    output.scores.log_probs[:, -completion_length:],
-                    output.scores.entropy[:, -completion_length:],
-                    exit_log_pdf,
-                    output.credit,
-                )
-            )
-        if len(parts) == 1:
-            return parts[0]
+            parts.append(output)
+
+        def completions(tensors: list[Tensor]) -> Tensor:
+            """The completion's positions, of all parts. A single part is not copied."""
+            cut = [tensor[:, -completion_length:] for tensor in tensors]
+            return cut[0] if len(cut) == 1 else torch.cat(cut)
+
+        has_gate = parts[0].exit_log_pdf is not None
         return CompletionScores(
-            torch.cat([part.log_probs for part in parts]),
-            torch.cat([part.entropy for part in parts]),
-            None if parts[0].exit_log_pdf is None else torch.cat([part.exit_log_pdf for part in parts]),
+            completions([part.scores.log_probs for part in parts]),
+            completions([part.scores.entropy for part in parts]),
+            completions([part.exit_log_pdf[:, :-1] for part in parts]) if has_gate else None,
             parts[0].credit,
         )
 
@@ -309,7 +304,7 @@ class RLTTTrainer(GRPOTrainer):
         kl = k3(inputs["ref_per_token_logps"], log_probs[-1])
         penalty = self.beta * (kl * ratios[loops[-1]] if self.args.use_bias_correction_kl else kl)
 
-        per_token: Tensor | float = 0.0
+        per_token = torch.zeros_like(mask, dtype=torch.float32)
         for t in loops:
             term = policy_loss.term(log_probs[t], old[t], ratios[t], advantages, mask, sampler_ratio)
             per_token = per_token + credit[..., t] * term
@@ -406,7 +401,7 @@ class RLTTTrainer(GRPOTrainer):
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, "F"]) -> Float[Tensor, "B"]:
+def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, " F"]) -> Float[Tensor, " B"]:
     """Weighted sum of the reward functions that applied; NaN where none did."""
     total = (rewards * weights.unsqueeze(0)).nansum(dim=1)
     return torch.where(rewards.isnan().all(dim=1), torch.nan, total)

@@ -1,0 +1,82 @@
+"""What is written and said at each step of a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from ..evaluate import EvalResult
+from ..recipe import Recipe
+from .console import PRETRAIN_LINE, RL_LINE, format_line
+from .run_directory import RunDirectory
+
+
+class MetricsCallback(TrainerCallback):
+    """metrics.jsonl and the console's line, one for each step, with the evaluation of that step where there is one."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, console: Console, evaluate: Callable[[int], EvalResult] | None
+    ) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.console = console
+        self.evaluate = evaluate
+        self.evaluation: dict[str, float | None] = {}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # transformers logs a step after this, so its row can carry the evaluation.
+        if self.evaluate is not None and state.global_step % (self.recipe.evaluate.every or 1) == 0:
+            result = self.evaluate(state.global_step)
+            self.evaluation = {"eval/solve_rate": result.solve_rate, "eval/stderr": result.stderr}
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if "loss" not in logs:  # the summary at the end of training
+            return
+        row = metrics_row(state.global_step, logs) | self.evaluation
+        self.evaluation = {}
+        self.run.log_metrics(row)
+        self.run.update_summary(steps=state.global_step)
+        line = format_line(state.global_step, state.max_steps, row, RL_LINE)
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class PretrainMetricsCallback(TrainerCallback):
+    """pretrain.jsonl for each step, and a line every tenth."""
+
+    def __init__(self, run: RunDirectory, console: Console) -> None:
+        self.run = run
+        self.console = console
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if "loss" not in logs:
+            return
+        row = metrics_row(state.global_step, logs)
+        self.run.log_metrics(row, "pretrain.jsonl")
+        if state.global_step % 10 == 0:
+            line = format_line(state.global_step, state.max_steps, row, PRETRAIN_LINE)
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def metrics_row(step: int, logs: dict[str, Any]) -> dict[str, Any]:
+    """A step's metrics: `step` first, and `lr` for transformers' `learning_rate`."""
+    row = {"lr" if key == "learning_rate" else key: value for key, value in logs.items()}
+    return {"step": step} | row
+
+
+def show(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Let these callbacks speak in place of transformers' printing of whole dictionaries."""
+    trainer.remove_callback(PrinterCallback)
+    for callback in callbacks:
+        trainer.add_callback(callback)

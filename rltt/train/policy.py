@@ -1,0 +1,115 @@
+"""From a recipe to the model that it trains, and to the prompts as that model sees them."""
+
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
+
+from ..data import Problem, arithmetic_tokenizer, build_dataset, prompt_ids
+from ..errors import DataError
+from ..models.configuration import OuroConfig
+from ..models.load import load_policy, load_tokenizer, stop_token_ids
+from ..models.looped import LoopedForCausalLM
+from ..models.looplm import OuroForCausalLM
+from ..recipe import Recipe
+
+
+@dataclass
+class Policy:
+    """The model with what belongs to it."""
+
+    model: LoopedForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load(recipe: Recipe) -> Policy:
+    """The policy of a recipe at its depth, in fp32, and its tokenizer."""
+    section = recipe.policy
+    if section.new is not None:
+        tokenizer = arithmetic_tokenizer()
+        model = OuroForCausalLM._from_config(
+            new_config(recipe, tokenizer), dtype=torch.float32, attn_implementation=section.attn_implementation
+        )
+    else:
+        path = str(section.path)
+        tokenizer = load_tokenizer(path, section.trust_remote_code, section.revision)
+        model = load_policy(
+            path,
+            section.loops,
+            convert=None if section.convert is None else section.convert.model_dump(),
+            attn_implementation=section.attn_implementation,
+            trust_remote_code=section.trust_remote_code,
+            revision=section.revision,
+        )
+    # A checkpoint's other generation defaults (top_p, a repetition penalty) are not what is scored: left out.
+    model.generation_config = GenerationConfig(
+        eos_token_id=stop_token_ids(model, tokenizer, uses_chat(recipe, tokenizer)),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    return Policy(model, tokenizer)
+
+
+def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig:
+    """Configuration of a LoopLM from scratch."""
+    assert recipe.policy.new is not None
+    return OuroConfig(
+        **recipe.policy.new.model_dump(exclude_none=True),
+        vocab_size=len(tokenizer),
+        total_ut_steps=recipe.policy.loops,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def uses_chat(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts go through the tokenizer's chat template."""
+    wanted = recipe.data.chat_template
+    return bool(tokenizer.chat_template) if wanted is None else wanted
+
+
+def make_dataset(problems: list[Problem], recipe: Recipe, policy: Policy, console: Console, purpose: str) -> Dataset:
+    """Prompts as the policy sees them; says how many there are and which were dropped."""
+    dataset, report = build_dataset(problems, recipe.data, policy.tokenizer)
+    console.print(f"{purpose} data: {report}", highlight=False, soft_wrap=True)
+    return dataset
+
+
+def check_lengths(recipe: Recipe, policy: Policy, datasets: list[Dataset]) -> None:
+    """Refuse prompts that with a full completion would run over the model's positions: they would train silently."""
+    positions = policy.model.config.max_position_embeddings
+    for dataset in datasets:
+        lengths = [len(ids) for ids in prompt_ids(dataset["prompt"][:], policy.tokenizer)]
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        needed = lengths[longest] + recipe.rollout.max_completion_length
+        if needed > positions:
+            raise DataError(
+                f"{dataset[longest]['row']}: the prompt has {lengths[longest]} tokens and with "
+                f"rollout.max_completion_length = {recipe.rollout.max_completion_length} needs {needed} positions, but "
+                f"the model has {positions}; lower it or set data.max_prompt_length"
+            )
+
+
+def describe_policy(policy: Policy, console: Console) -> None:
+    spec = policy.model.loop_spec
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    console.print(
+        f"policy: {type(policy.model).__name__}, {parameters:,} parameters, "
+        f"{spec.layers} layers run {spec.loops} times",
+        highlight=False,
+    )
+
+
+def bf16(recipe: Recipe) -> bool:
+    """Whether to compute in bf16 over the fp32 weights."""
+    if recipe.train.precision == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return recipe.train.precision == "bf16"
+
+
+def unwrapped(trainer: Trainer) -> LoopedForCausalLM:
+    """The plain model of a trainer, without what mixed precision or sharding put around it."""
+    return trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
