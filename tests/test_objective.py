@@ -11,7 +11,7 @@ from rltt.models.exit_gate import exit_log_pdf
 from rltt.objective import credit as schemes
 from rltt.objective.advantage import group_advantages, mixed_groups
 from rltt.objective.kl import k3, kl_to_last_loop
-from rltt.objective.logprobs import VOCAB_CHUNK, loop_log_probs
+from rltt.objective.logprobs import CPU_TILE, TRL_TILE, loop_log_probs
 from rltt.objective.looplm import kl_to_uniform, looplm_token_loss
 from rltt.objective.policy_loss import REDUCTION, PolicyLoss, reduce_tokens
 
@@ -430,7 +430,9 @@ def naive_log_probs(states: list[Tensor], head: Tensor, labels: Tensor, temperat
 
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("vocabulary", [V, VOCAB_CHUNK + 7], ids=["one tile", "two tiles"])
+@pytest.mark.parametrize(
+    "vocabulary", [V, CPU_TILE.columns + 7, TRL_TILE.columns + 7], ids=["one tile", "more tiles", "more of TRL's tiles"]
+)
 def test_loop_log_probs_and_gradient(vocabulary: int, temperature: float, compact: bool) -> None:
     states, head, labels = scoring_problem(vocabulary)
     weights = normal(2, S - 1, T, seed=7)

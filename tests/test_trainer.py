@@ -461,7 +461,11 @@ def test_solve_rate_and_mixed_groups_count_what_was_solved(bench: Workbench) -> 
     assert (step["solve_rate"], step["mixed_groups"]) == (7 / 16, 2 / 4)
     # The first function decides; what it has no answer for is not counted.
     first = in_order(1, 0, None, None, *[None] * 4, *[0] * 4, *[1] * 4)
-    step = steps(bench.train(reward=[first, in_order(*[0.25] * 16)], reward_weights=[1.0, 2.0]))[0]
+    second = in_order(*[0.25] * 16)
+    with pytest.raises(UserError, match="different names, found crafted, crafted"):
+        bench.train(reward=[first, second])
+    second.__name__ = "second"
+    step = steps(bench.train(reward=[first, second], reward_weights=[1.0, 2.0]))[0]
     assert step["solve_rate"] == pytest.approx(5 / 10)
     assert step["mixed_groups"] == 1 / 4
 

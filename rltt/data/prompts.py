@@ -131,11 +131,11 @@ def _filter_by_length(
     return kept, DropReport(len(kept), len(dropped), max_length, max(lengths), tuple(dropped[:_SHOWN]))
 
 
-def prompt_ids(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def prompt_ids(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The prompts as TRL tokenizes them: text as it is, messages through the chat template."""
     if isinstance(prompts[0], str):
-        return tokenizer(text=prompts)["input_ids"]
-    encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+        return tokenizer(text=list(prompts))["input_ids"]
+    encoded = tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True)
     return encoded["input_ids"]
 
 

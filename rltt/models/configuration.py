@@ -29,10 +29,12 @@ class OuroConfig(LlamaConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 0
     total_ut_steps: int = 4
-    early_exit_threshold: float = 1.0
+    early_exit_threshold: float | int = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)
+        if self.rope_parameters is None:
+            kwargs.setdefault("rope_theta", 1e6)
         super().__post_init__(**kwargs)
         check_loop_fields(self)
 
@@ -54,9 +56,9 @@ class LoopedLlamaConfig(LlamaConfig):
     auto_map: ClassVar[dict[str, str]] = {}
 
     total_ut_steps: int = 2
-    early_exit_threshold: float = 1.0
+    early_exit_threshold: float | int = 1.0
     loop_mixing: str = "scalar"
-    loop_mixing_init: float = 0.99
+    loop_mixing_init: float | int = 0.99
     norm_each_loop: bool = True
     use_exit_gate: bool = True
 
@@ -73,9 +75,9 @@ class LoopedQwen3Config(Qwen3Config):
     auto_map: ClassVar[dict[str, str]] = {}
 
     total_ut_steps: int = 2
-    early_exit_threshold: float = 1.0
+    early_exit_threshold: float | int = 1.0
     loop_mixing: str = "scalar"
-    loop_mixing_init: float = 0.99
+    loop_mixing_init: float | int = 0.99
     norm_each_loop: bool = True
     use_exit_gate: bool = True
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import _auto_register  # noqa: F401  (the looped model types must be known here)
@@ -37,6 +39,8 @@ def load_policy(
     Raises:
         PolicyError: not found, not looped, or weights are missing.
     """
+    if loops is not None and loops < 1:
+        raise PolicyError(f"{path}: a looped policy runs at least 1 loop, found {loops}")
     model = load_checkpoint(path, dtype, attn_implementation, trust_remote_code, revision)
     if convert is not None:
         if isinstance(model, LoopedForCausalLM):
@@ -73,9 +77,10 @@ def load_checkpoint(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if "gguf_file" in extra else True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are listed in `info`, and refused below by name
             **extra,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         raise PolicyError(f"{path}: cannot load the model: {error}") from error
     problems = {key: sorted(names) for key, names in info.items() if names and key.endswith("_keys")}
     if problems:
@@ -88,7 +93,7 @@ def load_config(path: str, trust_remote_code: bool = False, revision: str | None
     location, extra = _locate(path, revision)
     try:
         return AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **extra)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise PolicyError(f"{path}: cannot load the configuration: {error}") from error
 
 

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, 
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.utils import can_return_tuple
 
 from ..objective.credit import LearnedCredit
 from ..objective.logprobs import LoopScores, loop_log_probs
@@ -163,6 +164,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B S"] | None = None,
@@ -179,6 +181,10 @@ class LoopedModel(LoopedPreTrainedModel):
         Args:
             loops: fixed depth for this call; None uses the configuration's. Exit probabilities are over these loops.
         """
+        if loops is not None and loops < 1:
+            raise ValueError(f"a looped model needs at least 1 loop, found {loops}")
+        if kwargs.pop("output_hidden_states", False) or kwargs.pop("output_attentions", False):
+            raise ValueError("looped models give the state after each loop instead: `loop_states` of `model.model(…)`")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -203,7 +209,7 @@ class LoopedModel(LoopedPreTrainedModel):
         spec = self.loop_spec
         state = inputs_embeds
         loop_states = []
-        for loop in range(loops or spec.loops):
+        for loop in range(spec.loops if loops is None else loops):
             hidden = self.loop_input(inputs_embeds, state) if loop else inputs_embeds
             cache = None if past_key_values is None else LoopCache(past_key_values, loop * spec.layers)
             for layer in self.layers:
@@ -261,6 +267,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         self.credit: LearnedCredit | None = None
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B S"] | None = None,

@@ -5,7 +5,8 @@ A reward is NaN where no reward function applied: such a completion is left out 
 
 from typing import Literal
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 Scale = Literal["group", "batch", "none"]
@@ -26,7 +27,17 @@ def group_advantages(
         centred = centred / (nanstd(groups, dim=1) + epsilon)
     elif scale == "batch":
         centred = centred / (nanstd(rewards, dim=0) + epsilon)
+    # The fp32 mean of equal rewards is not always that reward, and Adam makes a full step of any rounding error.
+    centred = centred.masked_fill(equal_groups(rewards, num_generations)[:, None], 0.0)
     return centred.reshape(-1).nan_to_num(nan=0.0)
+
+
+def equal_groups(rewards: Float[Tensor, " B"], num_generations: int) -> Bool[Tensor, " P"]:
+    """For each of the P prompts, whether the known rewards of its group are all equal: no gradient comes from it."""
+    groups = rewards.view(-1, num_generations)
+    unknown = groups.isnan()
+    lowest = groups.masked_fill(unknown, torch.inf).amin(1)
+    return lowest >= groups.masked_fill(unknown, -torch.inf).amax(1)
 
 
 def nanstd(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:

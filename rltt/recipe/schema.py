@@ -108,7 +108,7 @@ class DataSource(Section):
     """Take only so many rows, evenly spread over the source."""
     difficulty: Annotated[int, Field(ge=1, le=5)] = 1
     """How hard the generated problems are (arithmetic)."""
-    size: Count = 4096
+    size: Count = 2048
     """How many problems are generated (arithmetic)."""
 
     @property

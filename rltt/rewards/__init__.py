@@ -1,12 +1,18 @@
 """Who grades: verified math, and reward functions of the user's own. Nothing in here imports torch.
 
-outcome.py   what became of one graded completion
+From a recipe to a function          registry.py  what `use:` names        checked.py   each call of it checked
+The doors to the math verifier       math.py      verify_math, the reward  outcome.py   what became of a completion
+Worker processes                     pool.py      our side                 worker.py    theirs
+
+One completion against one gold, in a worker, from the outside in:
 extract.py   which part of a completion is its final answer
-grade.py     one completion against one gold, in a worker process
-pool.py      worker processes with a deadline for each item; worker.py is their side of it
-math.py      verify_math, and math_reward with TRL's signature
-registry.py  from `use:` in a recipe to a function
-checked.py   a user's function, with each call checked
+grade.py     gold and answer read, compared, judged
+spelling.py  one spelling for LaTeX that means the same
+answer.py    the shape of an answer: point, set, interval, matrix, equation, ...
+compare.py   the rules for each shape; sets.py for sets of real numbers
+plain.py     one value: a number, a word, a choice, an expression
+quantity.py  numbers as people write them, with units
+value.py     whether two expressions are equal
 """
 
 import importlib

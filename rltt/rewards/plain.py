@@ -33,9 +33,11 @@ def same_value(gold: str, answer: str) -> bool:
         return False
     if (numbers := _same_numbers(left, right)) is not None:
         return numbers
-    if based := in_base(gold):
-        other = in_base(answer)
-        return other.value == based.value is not None if other else based.digits == right.text
+    gold_base, answer_base = in_base(gold), in_base(answer)
+    if answer_base:
+        return answer_base.value == (gold_base.value if gold_base else left.number)
+    if gold_base:
+        return gold_base.digits == right.text
     if is_words(left.text) or is_words(right.text):
         return False
     return equal(expression(left.text), expression(right.text))

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from rltt.data import prompt_ids
 from rltt.models.looped import LoopedForCausalLM
 
 Prompt = str | list[dict[str, str]]
@@ -62,7 +63,7 @@ def generate(
     """
     if not prompts:
         return []
-    ids = prompt_ids(tokenizer, prompts)
+    ids = prompt_ids(prompts, tokenizer)
     copies = 1 if temperature == 0 else num_generations
     # Neighbours in length share a batch, which spares padding. Longest first: if memory is short, it shows at once.
     rows = sorted((index for index in range(len(ids)) for _ in range(copies)), key=lambda index: -len(ids[index]))
@@ -82,15 +83,6 @@ def generate(
             for index, tokens in zip(batch, output[:, input_ids.shape[1] :].tolist(), strict=True):
                 groups[index].append(_completion(tokenizer, tokens, stop_token_ids))
     return [group * (num_generations // copies) for group in groups]
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of each prompt, unpadded: exactly those that TRL's GRPOTrainer trains on (its `_tokenize_prompts`)."""
-    if isinstance(prompts[0], str):
-        return tokenizer(text=list(prompts))["input_ids"]
-    return tokenizer.apply_chat_template(
-        conversation=list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
 
 
 def _generation_config(temperature: float, max_new_tokens: int, stop_token_ids: list[int], pad: int) -> Any:

@@ -62,6 +62,7 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},  # made for short sequences
     )
 
 

@@ -26,7 +26,7 @@ from ..errors import PolicyError, UserError
 from ..models.load import load_policy
 from ..models.looped import LoopedForCausalLM, Score
 from ..objective import credit as credit_schemes
-from ..objective.advantage import group_advantages, mixed_groups
+from ..objective.advantage import equal_groups, group_advantages, mixed_groups
 from ..objective.kl import k3, kl_to_last_loop
 from ..objective.policy_loss import REDUCTION, reduce_tokens
 from .config import RLTTConfig
@@ -99,10 +99,12 @@ class RLTTTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         finally:
             args.beta = beta
+        if len(set(self.reward_func_names)) < len(self.reward_func_names):
+            raise UserError(f"reward functions need different names, found {', '.join(self.reward_func_names)}")
         self.beta = beta
         self.ref_model = self._prepare_reference(reference)
         self.rollout_writer = rollout_writer
-        self._token_means = TokenMeans()
+        self._token_means = {"train": TokenMeans(), "eval": TokenMeans()}
         self._loop_log_probs: Tensor | None = None
         self._rewards: Tensor | None = None
         self._seconds: dict[str, float] = {}
@@ -141,7 +143,7 @@ class RLTTTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        mode = "train" if self.model.training else "eval"
+        mode = self._mode
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         self._loop_log_probs = None
         start = time.perf_counter()
@@ -163,6 +165,9 @@ class RLTTTrainer(GRPOTrainer):
         solved = torch.where(self._rewards[:, 0].isnan(), torch.nan, solved)
         self._log(mode, "solve_rate", solved.nanmean())
         self._log(mode, "mixed_groups", mixed_groups(solved, generations))
+        # TRL takes rounding noise for a spread, and with scale_rewards: batch looks at the batch.
+        uniform = equal_groups(rewards, generations).float().mean()
+        self._metrics[mode]["frac_reward_zero_std"][-1] = uniform.item()
         self._write_rollouts(inputs, rewards, solved, mode)
         spent = time.perf_counter() - start - self._seconds.get("rollout", 0.0) - self._seconds.get("reward", 0.0)
         for name, seconds in (*self._seconds.items(), ("score", spent)):
@@ -326,6 +331,10 @@ class RLTTTrainer(GRPOTrainer):
         return loss
 
     @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
     def _accumulation(self) -> float:
         return self.current_gradient_accumulation_steps if self.model.training else 1.0
 
@@ -354,7 +363,7 @@ class RLTTTrainer(GRPOTrainer):
         mask: Float[Tensor, "B C"],
     ) -> None:
         """Token means over the whole step, whatever the micro-batches: TRL's names, and `loop{t}/…` for each loop."""
-        add = self._token_means.add
+        add = self._token_means[self._mode].add
         add("kl", kl, mask)
         add("entropy", scores.entropy[..., -1], mask)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
@@ -384,8 +393,8 @@ class RLTTTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in TRL; token means are exact over the step, and seconds are sums over it."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in self._token_means.pop(self.accelerator).items():
+        metrics = self._metrics[self._mode]
+        for name, value in self._token_means[self._mode].pop(self.accelerator).items():
             metrics[name] = [value]
         for name in [key for key in metrics if key.startswith("seconds/")]:
             metrics[name] = [sum(metrics[name])]
