@@ -23,6 +23,7 @@ from rich.table import Table
 from rltt import __version__
 from rltt.data import build_dataset, read_problems
 from rltt.errors import DataError, PolicyError, RewardError, UserError
+from rltt.files import write_text
 from rltt.models.load import load_policy, load_tokenizer, stop_token_ids
 from rltt.models.looped import LoopedForCausalLM
 from rltt.recipe import DataSection, RewardEntry, check
@@ -278,7 +279,7 @@ def run_eval(
         table.add_row(*_cells(depth, runs, ks))
         results["depths"].append({"loops": depth} | {name: result.to_dict() for name, result in runs.items()})
         if json_path is not None:
-            _write_json(json_path, results)
+            write_text(json_path, json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     console.print(table, soft_wrap=False)
 
 
@@ -298,10 +299,3 @@ def _cells(depth: int, runs: dict[str, EvalResult], ks: Sequence[int]) -> list[s
         cells += [str(runs["sampled"].pass_at.get(k, "-")) for k in ks if k > 1]
     last = list(runs.values())[-1]
     return [*cells, f"{last.truncated:.1%}", str(last.ungraded)]
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace `path` in one step: a reader never meets half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)

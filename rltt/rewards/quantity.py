@@ -81,9 +81,10 @@ NUMBER_WORDS = {word: number for number, word in enumerate(_TO_TWELVE.split())}
 
 _CURRENCY = re.compile(r"[$€£¥₹]|^(?:USD|EUR|Rs)\b\.?")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-# What may stand behind a number: words in \text or plain ones (`miles per hour`, `(apples)`), with a power or without.
+# What may stand behind a number: words in \text, in parentheses or plain ones, with a power or without.
 _TAIL_TEXT = re.compile(r"\s*\\text\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*$")
-_TAIL_WORDS = re.compile(r"(?<=[\d})\s])\(?([A-Za-z¢][A-Za-z.¢-]*(?:[ /][A-Za-z.-]+)*)\)?\s*(?:\^\s*\{?[23]\}?)?\s*$")
+_TAIL_WORDS = re.compile(r"(?<=[\d})\s])([A-Za-z¢][A-Za-z.¢-]*(?:[ /][A-Za-z.-]+)*)\s*(?:\^\s*\{?[23]\}?)?\s*$")
+_TAIL_PARENTHESES = re.compile(r"\s\(\s*([A-Za-z][A-Za-z. -]+|[gmshlL])\s*\)$")
 _FILLERS = {"square", "sq", "cubic", "cu", "of", "the", "a", "per", "each", "about", "approximately", "exactly"}
 
 
@@ -121,6 +122,9 @@ def quantity(text: str, is_gold: bool = False) -> Quantity:
                 break
             unit, factor = _unit_and_scale(words, unit)
             scale, text = scale * factor, rest
+        elif (tail := _TAIL_PARENTHESES.search(text)) and exact(text[: tail.start()]) is not None:
+            unit, _ = _unit_and_scale(tail[1], unit)
+            text = text[: tail.start()].strip()
         elif (tail := _TAIL_WORDS.search(text)) and exact(text[: tail.start()].strip()) is not None:
             words, spaced = tail[1], text[tail.start() - 1] == " "
             if not _is_unit(words, spaced) or (is_gold and not spaced and len(words) == 1):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from ..data import Problem, arithmetic_tokenizer, build_dataset, prompt_ids
 from ..errors import DataError
@@ -43,12 +43,8 @@ def load(recipe: Recipe) -> Policy:
             trust_remote_code=section.trust_remote_code,
             revision=section.revision,
         )
-    # A checkpoint's other generation defaults (top_p, a repetition penalty) are not what is scored: left out.
-    model.generation_config = GenerationConfig(
-        eos_token_id=stop_token_ids(model, tokenizer, uses_chat(recipe, tokenizer)),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )
+    model.generation_config.eos_token_id = stop_token_ids(model, tokenizer, uses_chat(recipe, tokenizer))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     return Policy(model, tokenizer)
 
 

@@ -21,7 +21,7 @@ from ..evaluate import EvalResult, evaluate_policy
 from ..models.load import load_config, load_policy, stop_token_ids
 from ..recipe import Recipe
 from ..rewards import load_rewards
-from ..rewards.registry import NamedReward
+from ..rewards.registry import NamedReward, check_columns
 from .callbacks import MetricsCallback, PretrainMetricsCallback, show
 from .config import RLTTConfig
 from .console import ProgressCallback
@@ -56,10 +56,12 @@ def train(recipe: Recipe) -> Path:
     rewards = load_rewards(recipe.rewards)
     problems, held_out = load_split(recipe.data)
     console = Console()
+    transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     set_seed(recipe.train.seed)
     policy = load(recipe)
     dataset = make_dataset(problems, recipe, policy, console, "training")
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
+    check_columns(rewards, dataset.column_names)
     check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
     describe_policy(policy, console)
 
@@ -104,6 +106,7 @@ def pretrain(recipe: Recipe) -> Path:
     check_free(recipe.run_directory)
     problems, _ = load_split(recipe.data)
     console = Console()
+    transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     set_seed(recipe.train.seed)
     policy = load(recipe)
     dataset = make_dataset(problems, recipe, policy, console, "training")
@@ -306,7 +309,6 @@ def recorded(run: RunDirectory) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
-            transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
             yield
     except KeyboardInterrupt:
         run.close("interrupted")

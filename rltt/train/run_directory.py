@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from .. import __version__
 from ..errors import UserError
+from ..files import write_text
 from ..recipe import Recipe
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -106,13 +107,6 @@ def check_free(path: Path) -> None:
             f"{path}: holds a run already, which is not overwritten; give another folder "
             f"(run_dir={_free_name(path)}) or remove this one"
         )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _json_number(value: Any) -> Any:

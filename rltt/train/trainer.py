@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from jaxtyping import Float
 from torch import Tensor
+from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import disable_dropout_in_model
@@ -88,6 +89,7 @@ class RLTTTrainer(GRPOTrainer):
             args = RLTTConfig(f"{model.config._name_or_path.split('/')[-1]}-RLTT")
         _check(model, args, train_dataset, kwargs)
         prepare_gradients(model, args)
+        drop_generation_defaults(model)
         # A copy of what is in memory. TRL would load the path in the configuration once more, which after an edit or
         # a resumed checkpoint holds other weights. It is made before TRL binds its patched forward to the policy.
         reference = copy.deepcopy(model).requires_grad_(False).eval()
@@ -414,6 +416,18 @@ def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, " F"]) ->
     """Weighted sum of the reward functions that applied; NaN where none did."""
     total = (rewards * weights.unsqueeze(0)).nansum(dim=1)
     return torch.where(rewards.isnan().all(dim=1), torch.nan, total)
+
+
+def drop_generation_defaults(model: LoopedForCausalLM) -> None:
+    """Keep only the special tokens of a checkpoint's generation defaults.
+
+    transformers fills what TRL leaves open (min_p, no_repeat_ngram_size, …) from them, and completions would come from
+    another distribution than the one that is scored.
+    """
+    defaults = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=defaults.eos_token_id, pad_token_id=defaults.pad_token_id, bos_token_id=defaults.bos_token_id
+    )
 
 
 def prepare_gradients(model: LoopedForCausalLM, args: RLTTConfig) -> None:
