@@ -162,6 +162,10 @@ class RLTTTrainer(GRPOTrainer):
             advantages = group_advantages(rewards, generations, self.scale_rewards)
             size = len(inputs)
             batch["advantages"] = advantages[self.accelerator.process_index * size :][:size]
+            logged = self._logs["advantages"]  # TRL's own, of the same completions: replaced
+            for _ in advantages:
+                logged.pop()
+            logged.extend(advantages.tolist())
 
         solved = (self._rewards[:, 0] >= self.args.solved_at).float()
         solved = torch.where(self._rewards[:, 0].isnan(), torch.nan, solved)
