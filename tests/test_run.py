@@ -286,6 +286,10 @@ def test_one_rollout_can_serve_several_updates(folder: Path, tmp_path: Path) -> 
         assert row.keys() >= {"loss", "kl", "grad_norm", "entropy", "lr", "loop1/logp", "loop2/exit_prob"}
         assert (row["seconds/rollout"] > 0) == (row["step"] in (1, 5))
         assert row["seconds/update"] > 0
+        # What is measured once a rollout stands in each row that uses it.
+        rollout = rollouts["step_000001.jsonl" if row["step"] < 5 else "step_000005.jsonl"]
+        assert row["reward"] == pytest.approx(sum(entry["reward"] for entry in rollout) / len(rollout))
+        assert row.keys() >= {"solve_rate", "mixed_groups", "completions/mean_length", "completions/clipped_ratio"}
 
 
 def test_a_step_without_any_reward_has_null_for_it(folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from ..recipe import Recipe
 from .console import PRETRAIN_LINE, RL_LINE, format_line
 from .run_directory import RunDirectory
 
+ROLLOUT_METRICS = ("reward", "solve_rate", "mixed_groups", "frac_reward_zero_std", "completions/")
+"""Beginnings of the names of what is measured once a rollout."""
+
 
 class MetricsCallback(TrainerCallback):
     """metrics.jsonl and the console's line, one for each step, with the evaluation of that step where there is one."""
@@ -30,6 +33,7 @@ class MetricsCallback(TrainerCallback):
         self.console = console
         self.evaluate = evaluate
         self.evaluation: dict[str, float | None] = {}
+        self.of_rollout: dict[str, Any] = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # transformers logs a step after this, so its row can carry the evaluation.
@@ -44,6 +48,9 @@ class MetricsCallback(TrainerCallback):
             return
         row = metrics_row(state.global_step, logs) | self.evaluation
         self.evaluation = {}
+        # Several updates can share a rollout (updates_per_rollout, num_iterations): each row tells of its rollout.
+        self.of_rollout |= {key: value for key, value in row.items() if key.startswith(ROLLOUT_METRICS)}
+        row |= self.of_rollout
         self.run.log_metrics(row)
         self.run.update_summary(steps=state.global_step)
         line = format_line(state.global_step, state.max_steps, row, RL_LINE)

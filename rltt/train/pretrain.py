@@ -43,6 +43,7 @@ class LoopLMTrainer(Trainer):
         self.beta = beta
         self.epsilon = epsilon
         self._token_means = TokenMeans()
+        self._collapse_said = False
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -62,7 +63,9 @@ class LoopLMTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs |= self._token_means.pop(self.accelerator)
-        if logs.get("loop1/exit_prob", 0.0) > GATE_COLLAPSE and self.model.loop_spec.loops > 1:
+        collapsed = logs.get("loop1/exit_prob", 0.0) > GATE_COLLAPSE and self.model.loop_spec.loops > 1
+        if collapsed and not self._collapse_said:
+            self._collapse_said = True
             warnings.warn(
                 f"step {self.state.global_step}: the exit gate has collapsed, {logs['loop1/exit_prob']:.0%} of the "
                 "probability leaves after loop 1 and later loops stop learning; the loss does not show it. Raise "

@@ -39,7 +39,7 @@ from .policy import (
 )
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 from .run_directory import RunDirectory, check_free
-from .trainer import RLTTTrainer
+from .trainer import RLTTTrainer, check_trainable
 
 # Training prompts on which a warm start measures its solve rate.
 WARM_START_PROMPTS = 64
@@ -63,12 +63,14 @@ def train(recipe: Recipe) -> Path:
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
     check_columns(rewards, dataset.column_names)
     check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
+    check_trainable(policy.model, trainer_config(recipe, rewards, str(recipe.run_directory)), dataset)
+    responses = None if recipe.pretrain is None else learnable(policy, dataset)
     describe_policy(policy, console)
 
     run = RunDirectory(recipe)
     with recorded(run):
-        if recipe.pretrain is not None:
-            policy = warm_start(recipe, policy, dataset, rewards[0], run, console)
+        if responses is not None:
+            policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
 
@@ -109,11 +111,11 @@ def pretrain(recipe: Recipe) -> Path:
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     set_seed(recipe.train.seed)
     policy = load(recipe)
-    dataset = make_dataset(problems, recipe, policy, console, "training")
+    responses = learnable(policy, make_dataset(problems, recipe, policy, console, "training"))
     describe_policy(policy, console)
     run = RunDirectory(recipe)
     with recorded(run):
-        trainer = looplm_trainer(recipe, policy, dataset, run, console)
+        trainer = looplm_trainer(recipe, policy, responses, run, console)
         try:
             trainer.train()
         finally:
@@ -146,11 +148,17 @@ def describe(recipe: Recipe) -> str:
 
 
 def warm_start(
-    recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, run: RunDirectory, console: Console
+    recipe: Recipe,
+    policy: Policy,
+    dataset: Dataset,
+    responses: Dataset,
+    reward: NamedReward,
+    run: RunDirectory,
+    console: Console,
 ) -> Policy:
     """LoopLM pretraining before RL. The result is saved as `start/`, and loaded from there for a clean beginning."""
     assert recipe.pretrain is not None
-    trainer = looplm_trainer(recipe, policy, dataset, run, console)
+    trainer = looplm_trainer(recipe, policy, responses, run, console)
     target = recipe.pretrain.stop_at_solve_rate
     if target is not None:
         stride = max(1, len(dataset) // WARM_START_PROMPTS)
@@ -164,21 +172,31 @@ def warm_start(
             return result.solve_rate >= target
 
         trainer.add_callback(StopWhen(reached, recipe.pretrain.check_every))
-    trainer.train()
+    try:
+        trainer.train()
+    except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
+        run.update_summary(pretrain_steps=trainer.state.global_step)
+        run.save_policy(unwrapped(trainer), policy.tokenizer)
+        raise
     run.update_summary(pretrain_steps=trainer.state.global_step)
     run.save_policy(unwrapped(trainer), policy.tokenizer, "start")
     started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
     return Policy(started, policy.tokenizer)
 
 
+def learnable(policy: Policy, dataset: Dataset) -> Dataset:
+    """The rows of the LoopLM objective, or an error that says why the policy or the data have none."""
+    if not policy.model.loop_spec.exit_gate:
+        raise PolicyError("the LoopLM objective needs an exit gate, which this model does not have")
+    return tokenize_responses(dataset, policy.tokenizer, policy.model.config.max_position_embeddings)
+
+
 def looplm_trainer(
-    recipe: Recipe, policy: Policy, dataset: Dataset, run: RunDirectory, console: Console
+    recipe: Recipe, policy: Policy, responses: Dataset, run: RunDirectory, console: Console
 ) -> LoopLMTrainer:
     """The trainer of the LoopLM objective, with its console and its metrics file."""
     section = recipe.pretrain
     assert section is not None
-    if not policy.model.loop_spec.exit_gate:
-        raise PolicyError("the LoopLM objective needs an exit gate, which this model does not have")
     micro_batch = section.per_device_train_batch_size or section.batch_size
     args = TrainingArguments(
         output_dir=str(run.checkpoints),
@@ -205,7 +223,7 @@ def looplm_trainer(
         beta=section.beta,
         epsilon=section.epsilon,
         args=args,
-        train_dataset=tokenize_responses(dataset, policy.tokenizer, policy.model.config.max_position_embeddings),
+        train_dataset=responses,
         data_collator=pad_collator(policy.tokenizer.pad_token_id),
     )
     show(trainer, PretrainMetricsCallback(run, console), ProgressCallback(console, "LoopLM"))

@@ -87,7 +87,7 @@ class RLTTTrainer(GRPOTrainer):
             model = load_policy(model, **(args.model_init_kwargs or {} if args else {}))
         if args is None:
             args = RLTTConfig(f"{model.config._name_or_path.split('/')[-1]}-RLTT")
-        _check(model, args, train_dataset, kwargs)
+        check_trainable(model, args, train_dataset, **kwargs)
         prepare_gradients(model, args)
         drop_generation_defaults(model)
         # A copy of what is in memory. TRL would load the path in the configuration once more, which after an edit or
@@ -444,7 +444,12 @@ def prepare_gradients(model: LoopedForCausalLM, args: RLTTConfig) -> None:
         backbone.input_mixing.requires_grad_(False)
 
 
-def _check(model: Any, args: Any, train_dataset: Any, kwargs: dict[str, Any]) -> None:
+def check_trainable(model: Any, args: Any, train_dataset: Any, **kwargs: Any) -> None:
+    """What `RLTTTrainer` refuses, asked before anything is made.
+
+    Raises:
+        PolicyError, UserError: see `RLTTTrainer`.
+    """
     if not isinstance(args, RLTTConfig):
         raise UserError(f"args must be an RLTTConfig, found {type(args).__name__}")
     if not isinstance(model, LoopedForCausalLM):
