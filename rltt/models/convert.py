@@ -86,7 +86,12 @@ def convert_checkpoint(
 
     if out.exists() and any(out.iterdir()):
         raise PolicyError(f"{out}: the folder is not empty; choose another --out, nothing is overwritten")
+    tokenizer = load_tokenizer(source)
     dense = load_checkpoint(source, dtype="auto")
     looped = loop_dense_model(dense, loops, mixing, mixing_init, norm_each_loop)
-    looped.save_pretrained(out)
-    load_tokenizer(source).save_pretrained(out)
+    partial = out.with_name(f".{out.name}.partial")  # `out` appears when it is complete
+    looped.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)

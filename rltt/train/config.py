@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from trl import GRPOConfig
 
 from ..objective.credit import SCHEMES
@@ -19,6 +20,7 @@ _UNSAFE: tuple[tuple[str, Any, str], ...] = (
     ("top_k", 0, _OTHER_SAMPLER),
     ("min_p", None, _OTHER_SAMPLER),
     ("repetition_penalty", 1.0, _OTHER_SAMPLER),
+    ("generation_kwargs", None, _OTHER_SAMPLER),
     ("cache_implementation", None, "only a dynamic cache can hold one slot for each loop and layer"),
     (
         "use_transformers_continuous_batching",
@@ -54,11 +56,16 @@ class RLTTConfig(GRPOConfig):
     logging_steps: float = field(default=1, metadata={"help": "Log every so many updates."})
 
     def __post_init__(self) -> None:
+        # TRL would ask for bf16 also where there is none.
+        if self.bf16 is None and not self.fp16:  # type: ignore[has-type]
+            self.bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         super().__post_init__()
         if self.credit not in SCHEMES:
             raise ValueError(f"credit must be one of {', '.join(SCHEMES)}; found {self.credit!r}")
         if self.loss_type not in REDUCTION:
             raise ValueError(f"loss_type must be one of {', '.join(REDUCTION)}; found {self.loss_type!r}")
+        if self.beta < 0:
+            raise ValueError(f"beta must not be negative, found {self.beta}")
         if self.credit_alpha < 0:
             raise ValueError(f"credit_alpha must not be negative, found {self.credit_alpha}")
         if self.credit == "learned" and self.loss_type not in ("reinforce", "cispo"):

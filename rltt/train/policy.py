@@ -63,9 +63,8 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig
 
 
 def uses_chat(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts go through the tokenizer's chat template."""
-    wanted = recipe.data.chat_template
-    return bool(tokenizer.chat_template) if wanted is None else wanted
+    """Whether prompts go through the tokenizer's chat template. One that is asked for and missing: `build_dataset`."""
+    return bool(tokenizer.chat_template) and recipe.data.chat_template is not False
 
 
 def make_dataset(problems: list[Problem], recipe: Recipe, policy: Policy, console: Console, purpose: str) -> Dataset:

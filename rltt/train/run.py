@@ -330,6 +330,7 @@ def recorded(run: RunDirectory) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         run.close("interrupted")
+        Console(stderr=True).print(f"interrupted; what was learned is in {run.path}", highlight=False, soft_wrap=True)
         raise
     except BaseException as error:
         run.close("failed", error=f"{type(error).__name__}: {error}")
