@@ -1,5 +1,7 @@
 """Fixtures that several files share. Nothing here imports torch before a test asks for it."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,3 +55,12 @@ def tiny_ouro(tmp_path_factory: pytest.TempPathFactory, tokenizer: "PreTrainedTo
     OuroForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """Trainers call `gc.collect` at every start, which would visit all of torch and transformers each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,10 +1,8 @@
 """The LoopLM objective as a training job: its loss, the tokens that it learns, its warnings, and `rltt pretrain`."""
 
-import gc
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +26,13 @@ from rltt.recipe import load_recipe
 from rltt.train import run
 from rltt.train.pretrain import GateCollapseWarning, LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 LOOPS = 3
 CHAT_TEMPLATE = (
     "{% for message in messages %}<turn> {{ message['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<turn>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Trainers call `gc.collect` at every start, which would visit all of torch and transformers each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """`rltt train` from a recipe to its run directory: what is written, how a run can end, and what is refused."""
 
-import gc
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from rltt.models.load import load_policy
 from rltt.models.looped_dense import LoopedLlamaForCausalLM
 from rltt.recipe import load_recipe
 from rltt.train import run
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 RECIPE = """\
 name: tiny
@@ -78,15 +78,6 @@ STEP_KEYS = {
     *("seconds/rollout", "seconds/reward", "seconds/update"),
     *(f"loop{t}/{name}" for t in (1, 2) for name in ("logp", "kl_to_last", "exit_prob", "credit", "entropy")),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Trainers call `gc.collect` at every start, which would visit all of torch and transformers each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

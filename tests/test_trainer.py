@@ -1,9 +1,8 @@
 """RLTTTrainer: TRL's updates where the credit is GRPO's, its own where it is not, and numbers that can be trusted."""
 
-import gc
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from rltt.models.looplm import OuroForCausalLM
 from rltt.train.config import _UNSAFE, RLTTConfig
 from rltt.train.token_means import TokenMeans
 from rltt.train.trainer import RLTTTrainer
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 LOOPS = 3
@@ -101,15 +102,6 @@ class Workbench:
         trainer = self.trainer(**options)
         trainer.train()
         return trainer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Trainers call `gc.collect` at every start, which would visit all of torch and transformers each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

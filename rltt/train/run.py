@@ -38,7 +38,7 @@ from .policy import (
     uses_chat,
 )
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
-from .run_directory import RunDirectory, check_free
+from .run_directory import RunDirectory, check_free, checkpoints_of
 from .trainer import RLTTTrainer, check_trainable
 
 # Training prompts on which a warm start measures its solve rate.
@@ -63,7 +63,8 @@ def train(recipe: Recipe) -> Path:
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
     check_columns(rewards, dataset.column_names)
     check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
-    check_trainable(policy.model, trainer_config(recipe, rewards, str(recipe.run_directory)), dataset)
+    config = trainer_config(recipe, rewards)
+    check_trainable(policy.model, config, dataset)
     responses = None if recipe.pretrain is None else learnable(policy, dataset)
     describe_policy(policy, console)
 
@@ -83,7 +84,7 @@ def train(recipe: Recipe) -> Path:
             run.update_summary(eval_before=before.to_dict())
             console.print(f"held-out before: {before}", highlight=False)
 
-        trainer = make_trainer(recipe, policy, dataset, rewards, run)
+        trainer = make_trainer(config, policy, dataset, rewards, run)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
         try:
@@ -199,7 +200,7 @@ def looplm_trainer(
     assert section is not None
     micro_batch = section.per_device_train_batch_size or section.batch_size
     args = TrainingArguments(
-        output_dir=str(run.checkpoints),
+        output_dir=str(checkpoints_of(run.path)),
         max_steps=section.max_steps,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=section.batch_size // micro_batch,
@@ -234,26 +235,26 @@ def looplm_trainer(
 
 
 def make_trainer(
-    recipe: Recipe, policy: Policy, dataset: Dataset, rewards: list[NamedReward], run: RunDirectory
+    config: RLTTConfig, policy: Policy, dataset: Dataset, rewards: list[NamedReward], run: RunDirectory
 ) -> RLTTTrainer:
-    """The trainer that a recipe describes."""
+    """The trainer of a run."""
     return RLTTTrainer(
         policy.model,
         [reward.func for reward in rewards],
-        trainer_config(recipe, rewards, str(run.checkpoints)),
+        config,
         dataset,
         processing_class=policy.tokenizer,
         rollout_writer=run.write_rollouts,
     )
 
 
-def trainer_config(recipe: Recipe, rewards: list[NamedReward], output_dir: str) -> RLTTConfig:
+def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:
     """The recipe in TRL's terms."""
     objective, rollout, section = recipe.objective, recipe.rollout, recipe.train
     micro_batch = section.per_device_train_batch_size or rollout.num_generations
     accumulation = section.prompts_per_step * rollout.num_generations // micro_batch
     return RLTTConfig(
-        output_dir=output_dir,
+        output_dir=str(checkpoints_of(recipe.run_directory)),
         credit=objective.credit,
         credit_alpha=objective.credit_alpha,
         credit_learning_rate=objective.credit_learning_rate,

@@ -56,10 +56,6 @@ class RunDirectory:
             raise UserError(f"{self.path}: cannot write the run directory: {error}") from error
         self._write_summary()
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def log_metrics(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append one step. NaN and infinities, which JSON does not have, become null."""
         with (self.path / file).open("a", encoding="utf-8") as out:
@@ -92,6 +88,11 @@ class RunDirectory:
 
     def _write_summary(self) -> None:
         write_text(self.path / "summary.json", json.dumps(self.summary, indent=2) + "\n")
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Where a run directory keeps the checkpoints made on the way."""
+    return path / "checkpoints"
 
 
 def check_free(path: Path) -> None:

@@ -169,8 +169,8 @@ class RLTTTrainer(GRPOTrainer):
 
         solved = (self._rewards[:, 0] >= self.args.solved_at).float()
         solved = torch.where(self._rewards[:, 0].isnan(), torch.nan, solved)
-        self._log(mode, "solve_rate", solved.nanmean())
-        self._log(mode, "mixed_groups", mixed_groups(solved, generations))
+        self._metrics[mode]["solve_rate"].append(solved.nanmean().item())
+        self._metrics[mode]["mixed_groups"].append(mixed_groups(solved, generations).item())
         # TRL takes rounding noise for a spread, and with scale_rewards: batch looks at the batch.
         uniform = equal_groups(rewards, generations).float().mean()
         self._metrics[mode]["frac_reward_zero_std"][-1] = uniform.item()
@@ -199,18 +199,21 @@ class RLTTTrainer(GRPOTrainer):
         if self.rollout_writer is None or mode != "train" or not self.accelerator.is_main_process:
             return
         logs, count = self._logs, len(extra)
+        prompts, completions, advantages = (
+            list(logs[name])[-count:] for name in ("prompt", "completion", "advantages")
+        )
         columns = {name: list(values)[-count:] for name, values in logs["rewards"].items()}
         self.rollout_writer(
             [
                 {
                     "step": self.state.global_step + 1,
-                    "prompt": list(logs["prompt"])[i - count],
-                    "completion": list(logs["completion"])[i - count],
+                    "prompt": prompts[i],
+                    "completion": completions[i],
                     **extra[i],
                     "rewards": {name: _number(values[i]) for name, values in columns.items()},
                     "reward": _number(rewards[i].item()),
                     "solved": _number(solved[i].item()),
-                    "advantage": list(logs["advantages"])[i - count],
+                    "advantage": advantages[i],
                 }
                 for i in range(count)
             ]
@@ -405,9 +408,6 @@ class RLTTTrainer(GRPOTrainer):
         for name in [key for key in metrics if key.startswith("seconds/")]:
             metrics[name] = [sum(metrics[name])]
         super().log(logs, start_time)
-
-    def _log(self, mode: str, name: str, value: Tensor) -> None:
-        self._metrics[mode][name].append(value.item())
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
