@@ -23,3 +23,7 @@ class RewardError(UserError):
 
 class PolicyError(UserError):
     """A checkpoint cannot be loaded, is not looped, or does not have the depth asked for."""
+
+
+class ParityError(UserError):
+    """The rollout engine and the training path give the same tokens different log-probs."""

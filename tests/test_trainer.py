@@ -343,7 +343,9 @@ UNSAFE_VALUES = {
     "cache_implementation": "static",
     "use_transformers_continuous_batching": True,
     "use_liger_kernel": True,
-    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_enable_sleep_mode": True,
+    "vllm_structured_outputs_regex": "a+",
 }
 
 
@@ -372,6 +374,7 @@ def test_an_unsafe_option_is_refused_by_name(bench: Workbench, option: str, neut
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"use_vllm": True, "loss_type": "vespo"}, "needs vllm_importance_sampling_mode 'token_mask'"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "'use_reentrant': True"),
         ({"credit": "last"}, "credit must be one of final, uniform, progressive, exit_pdf, learned; found 'last'"),
         ({"loss_type": "ppo"}, "loss_type must be one of reinforce, grpo, .*; found 'ppo'"),

@@ -253,8 +253,14 @@ class ObjectiveSection(Section):
 class RolloutSection(Section):
     """How completions are sampled."""
 
-    engine: Literal["hf"] = "hf"
-    """Who generates; 'hf' is generate() on the policy itself."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """Who generates: 'hf' is generate() on the policy itself, 'vllm' a vLLM engine inside the training process."""
+    vllm_gpu_memory_utilization: Fraction = 0.3
+    """Share of the GPU's memory for the engine (engine: vllm)."""
+    vllm_tensor_parallel_size: Count = 1
+    """Processes that one engine is spread over (engine: vllm)."""
+    parity_tolerance: Positive | None = None
+    """Largest log-prob difference between engine and training path (engine: vllm); null: 1e-4 in fp32, 0.5 in bf16."""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each prompt: the group."""
     temperature: Positive = 1.0
@@ -262,12 +268,10 @@ class RolloutSection(Section):
     max_completion_length: Count = 512
     """Tokens after which a completion is cut."""
 
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _no_vllm(cls, value: Any) -> Any:
-        if value == "vllm":
-            raise ValueError("'vllm' is not in this version yet; use 'hf'")
-        return value
+    def problems(self) -> Iterator[Problem]:
+        if self.engine != "vllm":
+            keys = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "parity_tolerance")
+            yield from self.idle(*keys, unless="engine is 'vllm'")
 
 
 class TrainSection(Section):

@@ -6,6 +6,8 @@ completion.
 
 hf.py   `generate` on the policy itself, for evaluation and the warm start's checks. During training TRL calls the same
         transformers method under `RLTTTrainer._generate_single_turn`, the one place where another engine plugs in.
+vllm/   looped models in vLLM, and the engine that a trainer samples from with `rollout.engine: vllm`
+parity.py   whether engine and training path give the same tokens the same log-probs
 """
 
 from rltt.rollout.hf import Completion, Prompt, generate

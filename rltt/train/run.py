@@ -22,6 +22,7 @@ from ..models.load import load_config, load_policy, stop_token_ids
 from ..recipe import Recipe
 from ..rewards import load_rewards
 from ..rewards.registry import NamedReward, check_columns
+from ..rollout.vllm import require_vllm
 from .callbacks import MetricsCallback, PretrainMetricsCallback, show
 from .config import RLTTConfig
 from .console import ProgressCallback
@@ -53,6 +54,8 @@ def train(recipe: Recipe) -> Path:
     """
     recipe.require("train")
     check_free(recipe.run_directory)
+    if recipe.rollout.engine == "vllm":
+        require_vllm()
     rewards = load_rewards(recipe.rewards)
     problems, held_out = load_split(recipe.data)
     console = Console()
@@ -274,6 +277,11 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:
         gradient_accumulation_steps=accumulation,
         steps_per_generation=accumulation * section.updates_per_rollout,
         num_iterations=section.num_iterations,
+        use_vllm=rollout.engine == "vllm",
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+        vllm_tensor_parallel_size=rollout.vllm_tensor_parallel_size,
+        parity_tolerance=rollout.parity_tolerance,
         max_steps=section.max_steps,
         learning_rate=section.learning_rate,
         lr_scheduler_type=section.lr_scheduler_type,

@@ -10,8 +10,8 @@ Shapes: B completions, C completion tokens, T loops.
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,8 @@ from ..objective import credit as credit_schemes
 from ..objective.advantage import equal_groups, group_advantages, mixed_groups
 from ..objective.kl import k3, kl_to_last_loop
 from ..objective.policy_loss import REDUCTION, reduce_tokens
+from ..rollout.parity import check_parity, measure_parity
+from ..rollout.vllm import require_vllm
 from .config import RLTTConfig
 from .token_means import TokenMeans
 
@@ -96,15 +98,19 @@ class RLTTTrainer(GRPOTrainer):
         if args.credit == "learned":
             model.credit = credit_schemes.LearnedCredit(model.loop_spec.loops)
 
-        beta, args.beta = args.beta, 0.0  # tells TRL to load no reference
+        # Tells TRL to load no reference, and to start no engine: both are made here from what is in memory.
+        beta, args.beta = args.beta, 0.0
+        use_vllm, args.use_vllm = args.use_vllm, False
         try:
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         finally:
-            args.beta = beta
+            args.beta, args.use_vllm = beta, use_vllm
         if len(set(self.reward_func_names)) < len(self.reward_func_names):
             raise UserError(f"reward functions need different names, found {', '.join(self.reward_func_names)}")
         self.beta = beta
         self.ref_model = self._prepare_reference(reference)
+        if use_vllm:
+            self._start_engine()
         self.rollout_writer = rollout_writer
         self._token_means = {"train": TokenMeans(), "eval": TokenMeans()}
         self._loop_log_probs: Tensor | None = None
@@ -119,6 +125,30 @@ class RLTTTrainer(GRPOTrainer):
         if self.is_fsdp_enabled:
             return prepare_fsdp(reference, self.accelerator)
         return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def _start_engine(self) -> None:
+        """A vLLM engine of this policy inside this process; TRL's plumbing samples from it from now on."""
+        require_vllm()
+        from ..rollout.vllm.engine import ColocatedEngine
+
+        args = self.args
+        self.vllm_generation = ColocatedEngine(
+            model=self.model,
+            accelerator=self.accelerator,
+            processing_class=self.processing_class,
+            dtype=args.compute_dtype,
+            seed=args.seed,
+            stop_token_ids=list(self.eos_token_ids),
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_length=args.vllm_max_model_length,
+            max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+            temperature=self.temperature,
+            max_completion_length=self.max_completion_length,
+        )
+        self.use_vllm = True
+        self._last_loaded_step = -1  # the engine has no weights yet: TRL sends them before the first rollout
+        self._parity_checked = False
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in transformers; learned credit logits become a group of their own with their own learning rate."""
@@ -136,7 +166,8 @@ class RLTTTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         # The seam for rollout engines. Sampling runs under the same autocast as scoring: one numeric path.
-        with self._timed("rollout"), self.accelerator.autocast():
+        # An engine has its own dtype.
+        with self._timed("rollout"), nullcontext() if self.use_vllm else self.accelerator.autocast():
             return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Float[Tensor, "B F"]:
@@ -151,6 +182,8 @@ class RLTTTrainer(GRPOTrainer):
         start = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
 
+        if self.use_vllm:
+            self._check_engine(batch, mode)
         if "old_per_token_logps" in batch:  # TRL asked for them through our scoring, which kept every loop
             batch["old_loop_log_probs"] = self._loop_log_probs
         if "ref_per_token_logps" not in batch:  # with beta = 0 TRL does not; the KL is measured all the same
@@ -180,6 +213,28 @@ class RLTTTrainer(GRPOTrainer):
             self._metrics[mode][f"seconds/{name}"].append(seconds)
         self._seconds.clear()
         return batch
+
+    def _check_engine(self, batch: dict[str, Any], mode: str) -> None:
+        """Compare the engine with the training path on this rollout; before the first update a gap stops the run.
+
+        Raises:
+            ParityError: the first rollout's log-probs differ by more than `RLTTConfig.parity_tolerance`.
+        """
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        columns = (batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask.float())
+        # Each process has its own rollout; padded to one width they are compared as one.
+        wide = [self.accelerator.pad_across_processes(column, dim=1) for column in columns]
+        ours, theirs, counted = (self.accelerator.gather(column) for column in wide)
+        parity = measure_parity(ours, theirs, counted, self.args.parity_bound)
+        if not self._parity_checked:
+            check_parity(parity, self.args.parity_bound)
+            self._parity_checked = True
+        for name, value in asdict(parity).items():
+            self._metrics[mode][f"parity/{name}"].append(float(value))
+        raw_ratio = (ours - theirs).exp()[counted.bool()].mean().item()
+        self._metrics[mode]["parity/raw_ratio"].append(raw_ratio)
+        masked = self.accelerator.gather((batch["importance_sampling_ratio"] == 0).float().mean()).mean()
+        self._metrics[mode]["parity/masked"].append(masked.item())
 
     def _reference_log_probs(self, batch: dict[str, Any], mode: str) -> Float[Tensor, "B C"]:
         args = self.args

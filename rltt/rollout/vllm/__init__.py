@@ -1,0 +1,34 @@
+"""Looped models in vLLM: a plugin that vLLM loads by itself (entry point `vllm.general_plugins`) in all its processes.
+
+models.py   the looped families as native vLLM models
+engine.py   an engine inside the training process, over TRL's plumbing
+cpu.py      what vLLM's CPU build needs so that weights can be synced
+
+With rltt installed, `vllm serve ByteDance/Ouro-1.4B` and `LLM("ByteDance/Ouro-1.4B")` work without remote code.
+"""
+
+from importlib.util import find_spec
+
+from ...errors import UserError
+
+_MODELS = "rltt.rollout.vllm.models"
+ARCHITECTURES = ("OuroForCausalLM", "LoopedLlamaForCausalLM", "LoopedQwen3ForCausalLM")
+
+
+def register() -> None:
+    """Make the looped architectures and their configurations known to vLLM. Loads neither torch nor a model."""
+    from vllm import ModelRegistry
+
+    from ... import _auto_register  # noqa: F401  (AutoConfig must know the model types)
+
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"{_MODELS}:{architecture}")
+
+
+def require_vllm() -> None:
+    """Raises `UserError` where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise UserError(
+            'rollout.engine: vllm needs vLLM, which is not installed: `pip install "rltt[vllm]"` on a GPU machine; for '
+            "a CPU see `vLLM` in the README. `rollout.engine: hf` needs nothing"
+        )

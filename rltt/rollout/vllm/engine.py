@@ -1,0 +1,96 @@
+"""Rollouts from a vLLM engine inside the training process, over TRL's own plumbing.
+
+TRL gathers weights (DDP, ZeRO-3) and cuts batches; what is decided here is that the engine is the policy as it is in
+memory. It starts from the model's configuration with random weights and gets every weight from the trainer before its
+first token: no checkpoint on disk can be stale, and converted or warm-started policies need none. Dtype, depth, stop
+tokens, temperature and length come from the trainer.
+"""
+
+import os
+import tempfile
+from copy import deepcopy
+from typing import Any
+
+import torch
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
+
+from ...errors import PolicyError
+from .cpu import prepare_environment
+
+
+class ColocatedEngine(VLLMGeneration):
+    """TRL's colocated vLLM for a looped policy.
+
+    Args:
+        dtype: of the engine's weights: what the training path computes in.
+        seed: of the engine's sampling.
+        stop_token_ids: what ends a completion.
+        options: those of TRL's `VLLMGeneration`.
+
+    Raises:
+        PolicyError: after a sync, a weight of the engine was never sent.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, seed: int, stop_token_ids: list[int], **options: Any) -> None:
+        self.dtype = dtype
+        self.seed = seed
+        super().__init__(mode="colocate", generation_kwargs=_sampling(stop_token_ids), **options)
+
+    def _init_vllm(self) -> None:
+        prepare_environment()
+        accelerator = self.accelerator
+        # As TRL does: the engine joins the trainer's processes in place of starting its own.
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        ensure_master_addr_port()
+        if self.tensor_parallel_size > 1:
+            size, count = self.tensor_parallel_size, accelerator.num_processes
+            ranks = [list(range(start, start + size)) for start in range(0, count, size)]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
+        from vllm import LLM
+
+        policy = accelerator.unwrap_model(self.model)
+        config = deepcopy(policy.config)
+        config.architectures = [type(policy).__name__]
+        with tempfile.TemporaryDirectory(prefix="rltt-engine-") as folder:
+            config.save_pretrained(folder)
+            self.llm = LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,  # tokens in, tokens out: no second tokenizer
+                dtype=self.dtype,
+                seed=self.seed + accelerator.process_index // self.tensor_parallel_size,
+                tensor_parallel_size=self.tensor_parallel_size,
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                max_model_len=self.max_model_length,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=4096,
+                logprobs_mode="processed_logprobs",  # those of the distribution that tokens are drawn from
+            )
+        self._llm_weights_sleeping = False
+        accelerator.wait_for_everyone()
+
+    @property
+    def engine_model(self) -> torch.nn.Module:
+        """The engine's own model."""
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+    def sync_weights(self) -> None:
+        """Send every weight, one tensor at a time, and drop what the engine has cached of the old ones."""
+        model: Any = self.engine_model
+        loaded: set[str] = set()
+        for name, weight in self._iter_named_params():
+            loaded |= model.load_weights([(name, weight)])
+        if missing := sorted({name for name, _ in model.named_parameters()} - loaded):
+            raise PolicyError(
+                f"the vLLM engine got no value for {', '.join(missing)}: it would sample from other weights"
+            )
+        self.llm.reset_prefix_cache()
+
+
+def _sampling(stop_token_ids: list[int]) -> dict[str, Any]:
+    # Without a tokenizer vLLM knows no end of text: the tokens that stop the training path's `generate` stop it too.
+    return {"stop_token_ids": stop_token_ids, "ignore_eos": True, "detokenize": False}
