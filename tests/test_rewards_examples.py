@@ -1,7 +1,7 @@
 """The reward functions in `rewards/`: each loads as its docstring says and does what it says."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,10 @@ class Entry:
     use: str
     weight: float = 1.0
     solved_at: float | None = None
+    on_error: str = "skip"
+    timeout: float = 10.0
+    isolate: bool = True
+    args: dict = field(default_factory=dict)
 
 
 def call(name: str, completions: list, **columns) -> list[float | None]:
