@@ -56,7 +56,7 @@ def test_math_boxed():
         log_metric=logged.__setitem__,
     )
     assert rewards == [1.0, 0.1, 0.0, 0.0, None]
-    assert logged == {"reward/math_boxed/boxed": 0.6}
+    assert logged["reward/math_boxed/boxed"] == 0.6
 
 
 def test_format_thinking():

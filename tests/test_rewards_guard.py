@@ -1,4 +1,4 @@
-"""A reward function that hangs, crashes or talks nonsense: what it costs, what is said, and that nothing stays behind."""
+"""A reward function that hangs, crashes or talks nonsense: what it costs, what is said, and that nothing is left."""
 
 import asyncio
 import json
@@ -73,6 +73,7 @@ def words(completions, completion_ids, tokenizer, **kwargs):
     return [len(tokenizer.decode(ids).split()) for ids in completion_ids]
 
 def steps(completions, trainer_state, **kwargs):
+    assert "transformers" not in sys.modules
     return [trainer_state.global_step] * len(completions)
 
 def slow(completions, **kwargs):
@@ -245,7 +246,7 @@ def test_what_a_killed_call_started_is_killed(load, capfd):
 
 @pytest.mark.parametrize("on_error", ["skip", "zero"])
 def test_nothing_learnable_ends_the_run(load, on_error):
-    with pytest.raises(RewardError, match=r"(?s)all 2 completions .*'raise'.*no idea.*in act"):
+    with pytest.raises(RewardError, match=r"(?s)no idea, for .* 'raise'.*in act.*All 2 completions .* failed"):
         load("score", on_error=on_error)("raise", "raise")
     assert load("score")("none", "none") == [None, None]  # does not apply
 
@@ -353,22 +354,22 @@ def test_two_ranks_have_pools_of_their_own(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     (tmp_path / "ranks.py").write_text(
         "import json, os\n"
-        "from accelerate import PartialState\n"
+        "import torch.distributed\n"
         "from rltt.recipe import RewardEntry\n"
         "from rltt.rewards import load_rewards\n"
-        "state = PartialState()\n"
+        "torch.distributed.init_process_group('gloo')\n"
         f"entry = RewardEntry(use={str(tmp_path / 'mine.py') + ':score'!r}, timeout=0.5)\n"
         "(reward,) = load_rewards([entry])\n"
-        "rank = state.process_index\n"
+        "rank = torch.distributed.get_rank()\n"
         "rewards = reward.func(completions=['x' * (rank + 1)] * 20 + ['spin', 'os._exit'])\n"
         "pool = reward.guard.calls.pool\n"
         "pids = [pool._nursery.pid, *(worker.pid for worker in pool._workers)]\n"
         f"open({str(tmp_path)!r} + f'/rank{{rank}}.json', 'w').write(json.dumps([rewards, pids, pool.size]))\n"
-        "state.wait_for_everyone()\n"
-        "state.destroy_process_group()\n"
+        "torch.distributed.barrier()\n"
+        "torch.distributed.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(tmp_path / "ranks.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]

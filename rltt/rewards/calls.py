@@ -9,6 +9,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from rltt.errors import RewardError
@@ -63,7 +64,8 @@ class Isolated:
     Args:
         use: what the function is called in a recipe, with an absolute path.
         added: keywords for each call, the tokenizer among them when the function takes one.
-        takes_state: whether the function names `trainer_state`, whose history is not sent for nothing.
+        takes_state: whether the function names `trainer_state`, whose history is not sent for nothing. It gets the
+            fields of the state, not its methods.
     """
 
     def __init__(self, use: str, added: dict[str, Any], timeout: float, takes_state: bool) -> None:
@@ -79,6 +81,9 @@ class Isolated:
 
     def each(self, rows: Sequence[Keywords]) -> list[Result]:
         added = _without(self.added, TOKENIZER_NAMES)
+        if (state := rows[0].get("trainer_state")) is not None and "trainer_state" not in self.left_out:
+            # Its fields alone: a worker would import transformers to unpickle the object, and its timeout is running.
+            added["trainer_state"] = SimpleNamespace(**vars(state))
         replies = self.pool.map([_without(row, self.left_out) | added for row in rows])
         return [self._result(reply) for reply in replies]
 

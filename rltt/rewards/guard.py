@@ -136,7 +136,7 @@ class Guard:
         # None is an answer (does not apply); with anything else for every completion there is nothing to learn from.
         if values and len(failures) == len(values) and all(failure.kind != "none" for failure in failures.values()):
             message = self._message(failures[0], 0, completions)
-            raise RewardError(f"all {len(values)} completions of this step failed; the first:\n{message}")
+            raise RewardError(f"{message}\nAll {len(values)} completions of this step failed: nothing can be learned.")
         for index, failure in failures.items():
             self._say_first(failure, index, completions)
         failed = 0.0 if self.on_error == "zero" else None

@@ -3,6 +3,7 @@
 Read top to bottom: data and rewards are checked, the policy is loaded (and warmed up), evaluated, trained, evaluated.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,7 +95,8 @@ def train(recipe: Recipe) -> Path:
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
         try:
-            trainer.train()
+            with unscored_told_once():
+                trainer.train()
         finally:  # also after Ctrl-C or an error: what has been learned so far is kept
             save_trained(trainer, policy, run)
 
@@ -259,6 +261,21 @@ def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Cons
     for reward in rewards:
         reward.guard.report = run.log_reward_failure
         reward.guard.say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def unscored_told_once() -> Iterator[None]:
+    """Without TRL's warning at each step of completions without a reward: the guards have said and counted them."""
+    logger = logging.getLogger("trl.trainer.grpo_trainer")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "All reward functions returned None" not in record.getMessage()
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:
