@@ -28,6 +28,7 @@ from rltt.models.load import load_policy, load_tokenizer, stop_token_ids
 from rltt.models.looped import LoopedForCausalLM
 from rltt.recipe import DataSection, RewardEntry, check
 from rltt.rewards import NamedReward, load_rewards
+from rltt.rewards.registry import use_tokenizer
 from rltt.rollout import Completion, generate
 
 
@@ -231,6 +232,7 @@ def run_eval(
     (named,) = load_rewards([check(RewardEntry, {"use": reward}, source="--reward")])
     problems = read_problems(data.eval, data, default_split="test")
     tokenizer = load_tokenizer(model)
+    use_tokenizer([named], tokenizer)
     dataset, report = build_dataset(problems, data, tokenizer)
     policy = load_policy(model)
     trained = policy.loop_spec.loops

@@ -112,6 +112,7 @@ def test_a_recipe_cannot_be_edited(write):
         (["data.eval="], lambda r: r.data.eval, None),
         (["data.columns.gold=final_answer"], lambda r: r.data.columns, {"gold": "final_answer"}),
         (["rewards=[math, {use: 'my.py:score', weight: 0.5}]"], lambda r: r.rewards[1].weight, 0.5),
+        (["rewards=[{use: 'm:f', args: {a: 1}}, {use: 'm:f', args: {a: 2}}]"], lambda r: r.rewards[1].args, {"a": 2}),
         (["policy.convert.mixing=identity"], lambda r: r.policy.convert.mixing, "identity"),
         (["pretrain.max_steps=7"], lambda r: r.pretrain.max_steps, 7),
         (["train.seed=1", "train.seed=2"], lambda r: r.train.seed, 2),

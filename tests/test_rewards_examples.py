@@ -1,7 +1,7 @@
 """The reward functions in `rewards/`: each loads as its docstring says and does what it says."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,10 @@ class Entry:
     use: str
     weight: float = 1.0
     solved_at: float | None = None
+    on_error: str = "skip"
+    timeout: float = 10.0
+    isolate: bool = True
+    args: dict = field(default_factory=dict)
 
 
 def call(name: str, completions: list, **columns) -> list[float | None]:
@@ -52,7 +56,7 @@ def test_math_boxed():
         log_metric=logged.__setitem__,
     )
     assert rewards == [1.0, 0.1, 0.0, 0.0, None]
-    assert logged == {"reward/math_boxed/boxed": 0.6}
+    assert logged["reward/math_boxed/boxed"] == 0.6
 
 
 def test_format_thinking():

@@ -62,6 +62,11 @@ def fails(completions, trainer_state=None, **kwargs):
         raise ValueError("no idea")
     return letters(completions)
 
+def fails_on_some(completions, trainer_state=None, **kwargs):
+    if any(sum(map(ord, text)) % 3 == 0 for text in completions) and in_step_2(trainer_state):
+        raise ValueError("every third")
+    return letters(completions)
+
 def perfect(completions, **kwargs):
     return [1.0] * len(completions)
 
@@ -303,7 +308,8 @@ def command(*arguments: str) -> Any:
 
 def test_ctrl_c_leaves_a_usable_run(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "interrupted"
-    ended = command("train", str(folder / "tiny.yaml"), "rewards=[my_rewards.py:interrupts]", f"run_dir={path}")
+    rewards = "rewards=[{use: my_rewards.py:interrupts, isolate: false}]"
+    ended = command("train", str(folder / "tiny.yaml"), rewards, f"run_dir={path}")
     assert ended.exit_code == 130
     assert "Traceback" not in ended.stderr
     summary = summary_of(path)
@@ -314,6 +320,40 @@ def test_ctrl_c_leaves_a_usable_run(folder: Path, tmp_path: Path) -> None:
     assert [file.name for file in (path / "rollouts").iterdir()] == ["step_000001.jsonl"]
     policy, start = (load_policy(str(path / name)) for name in ("policy", "start"))
     assert not torch.equal(policy.lm_head.weight, start.lm_head.weight)
+
+
+def test_what_a_reward_function_fails_on_is_counted_and_kept(folder: Path, tmp_path: Path) -> None:
+    rewards = "rewards=[{use: my_rewards.py:fails_on_some}]"
+    ended = command(
+        "train", str(folder / "tiny.yaml"), rewards, "train.prompts_per_step=32", f"run_dir={tmp_path / 'r'}"
+    )
+    assert ended.exit_code == 0, ended.output
+    shares = [row["reward/fails_on_some/raised"] for row in rows_of(tmp_path / "r" / "metrics.jsonl")]
+    failures = rows_of(tmp_path / "r" / "reward_failures.jsonl")
+    assert shares == [0, pytest.approx(len(failures) / 64)]
+    assert 0 < len(failures) < 64
+    assert {(row["step"], row["reward"], row["kind"]) for row in failures} == {(2, "fails_on_some", "raised")}
+    for row in failures:
+        assert row["row"].startswith("arithmetic-1[train]:")
+        assert row["gold"].isdigit()
+        assert "in fails_on_some" in row["traceback"]
+    rollouts = rows_of(tmp_path / "r" / "rollouts" / "step_000002.jsonl")
+    unrewarded = [row["completion"] for row in rollouts if row["reward"] is None]
+    assert unrewarded == [row["completion"] for row in failures]
+    assert all(row["advantage"] == 0 for row in rollouts if row["reward"] is None)
+    assert ended.output.count("ValueError: every third, for completion") == 1
+    assert "All reward functions returned None" not in ended.output
+
+
+def test_a_bug_in_a_reward_function_is_told_before_a_run_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "buggy.py").write_text("def score(completions, **kwargs):\n    return [undefined]\n")
+    monkeypatch.setattr(run, "load", None)
+    recipe = load_recipe(folder / "tiny.yaml", [f"rewards=['{tmp_path}/buggy.py:score']", f"run_dir={tmp_path / 'r'}"])
+    with pytest.raises(RewardError, match=r"(?s)'score' failed: NameError.*before the run began.*in score"):
+        run.train(recipe)
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_failure_is_recorded_and_keeps_what_was_learned(folder: Path, tmp_path: Path) -> None:

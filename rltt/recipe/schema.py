@@ -176,8 +176,20 @@ class RewardEntry(Section):
     """Factor of this reward in the sum."""
     solved_at: float = 1.0
     """Raw value from which a completion counts as solved; the first reward alone decides that."""
+    on_error: Literal["skip", "zero", "fail"] = "skip"
+    """A completion on which the function fails, or gives None or NaN: left out, reward 0, or the end of the run."""
+    timeout: Positive = 10.0
+    """Seconds that one call may take."""
+    isolate: bool = True
+    """Call the function in processes that can be killed; false: in the trainer's, for models on the GPU."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the function."""
 
     def problems(self) -> Iterator[Problem]:
+        if self.use == "math":
+            yield from self.idle("timeout", "isolate", unless="the function is your own ('math' has its own workers)")
+        elif not self.isolate:
+            yield from self.idle("timeout", unless="isolate is true: a call in the trainer cannot be ended")
         module, colon, function = self.use.rpartition(":")
         if self.use.endswith(".py"):
             yield "use", f"found {self.use!r}; name the function in the file, such as {self.use}:score"
@@ -430,7 +442,7 @@ class Recipe(Section):
         for index, reward in enumerate(self.rewards):
             if index and reward.solved_at != 1.0:
                 yield f"rewards[{index}].solved_at", "has no effect: the first reward alone decides what is solved"
-            if reward.use in [earlier.use for earlier in self.rewards[:index]]:
+            if (reward.use, reward.args) in [(earlier.use, earlier.args) for earlier in self.rewards[:index]]:
                 yield (
                     f"rewards[{index}].use",
                     f"'{reward.use}' is listed twice; list it once, with the sum of the weights",

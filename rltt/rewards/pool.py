@@ -45,6 +45,13 @@ sys.modules["rltt"] = package
 from rltt.rewards.worker import nursery
 nursery({fd}, {task!r}, {deadline!r})
 """
+# A user's own function may import anything, rltt and torch among it, and take as much memory as it needs.
+_BOOT_FOREIGN = """
+import sys
+sys.path[:] = {path!r}
+from rltt.rewards.worker import nursery
+nursery({fd}, {task!r}, {deadline!r}, {foreign!r})
+"""
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,20 @@ class Pool:
 
     Starts when first used; may be used from several threads (one call at a time has the workers) and after a fork (the
     child starts its own). `deadline` is in seconds for each item.
+
+    With `foreign`, `task` is called with these strings in the nursery, and what it returns answers the items: a user's
+    code, which may print, and has no limit of memory.
     """
 
-    def __init__(self, task: str, workers: int | None = None, deadline: float = DEADLINE):
+    def __init__(
+        self,
+        task: str,
+        workers: int | None = None,
+        deadline: float = DEADLINE,
+        foreign: tuple[str, ...] | None = None,
+    ):
         self.task = task
+        self.foreign = foreign
         self.size = workers or default_workers()
         self.deadline = deadline
         self._reset()
@@ -173,13 +190,19 @@ class Pool:
                 return worker
             except (EOFError, OSError):
                 self._stop_nursery()
-        raise RuntimeError(f"the worker processes for {self.task} do not start; their error output is above")
+        named = self.task if self.foreign is None else self.foreign[0]
+        raise RuntimeError(f"the worker processes for {named} do not start; their error output is above")
 
     def _start_nursery(self) -> None:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).resolve().parents[1])
-        boot = _BOOT.format(
-            path=sys.path, package=package, fd=theirs.fileno(), task=self.task, deadline=float(self.deadline)
+        boot = (_BOOT if self.foreign is None else _BOOT_FOREIGN).format(
+            path=sys.path,
+            package=package,
+            fd=theirs.fileno(),
+            task=self.task,
+            deadline=float(self.deadline),
+            foreign=self.foreign,
         )
         # A fresh interpreter, not a fork (threads, CUDA) nor a spawn (which would import the user's script again). In a
         # session of its own, so that Ctrl-C reaches the trainer alone, which then closes the pool.
@@ -187,7 +210,7 @@ class Pool:
             [sys.executable, "-c", boot],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if self.foreign is None else None,
             start_new_session=True,
         )
         theirs.close()
@@ -195,7 +218,7 @@ class Pool:
 
     def _discard(self, worker: _Worker) -> None:
         with contextlib.suppress(ProcessLookupError):  # dead already
-            os.kill(worker.pid, signal.SIGKILL)
+            os.killpg(worker.pid, signal.SIGKILL)  # and the processes that it started
         worker.connection.close()
         self._workers.remove(worker)
 

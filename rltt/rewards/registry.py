@@ -8,7 +8,7 @@
 
 The function has TRL's signature: it takes `completions` and the columns of the data set as keywords, and returns one
 number or None (does not apply) for each completion. Whatever is wrong with it is found here, before any work is done,
-or at its first call (`checked.py`).
+or at a call (`guard.py`).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -26,7 +26,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rltt.errors import RewardError
-from rltt.rewards.checked import checked
+from rltt.rewards.calls import TOKENIZER_NAMES, InProcess, Isolated, OnEventLoop, give_tokenizer
+from rltt.rewards.guard import Guard, OnError
 
 ENTRY_POINT_GROUP = "rltt.rewards"
 # Also known when rltt runs from a checkout that is not installed, and so has no entry points.
@@ -46,38 +47,118 @@ class RewardEntry(Protocol):
     def weight(self) -> float: ...
     @property
     def solved_at(self) -> float | None: ...
+    @property
+    def on_error(self) -> OnError: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def isolate(self) -> bool: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A reward function ready for the trainer, under the name that its metrics carry."""
+    """A reward function ready for the trainer, under the name that its metrics carry.
+
+    `func` is called as TRL does; what becomes of its failures is the guard's business.
+    """
 
     name: str
     func: Callable[..., Any]
     weight: float
     solved_at: float | None
+    guard: Guard
     columns: tuple[str, ...] = ()
     """Columns of the data set that the function cannot be called without."""
+    args: tuple[str, ...] = ()
+    """Keywords that come from the recipe."""
+    tokenizer_names: tuple[str, ...] = ()
+    """Keywords under which the function takes the policy's tokenizer."""
 
 
 def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> list[NamedReward]:
-    """Resolve each entry and wrap its function so that each call is checked (see `checked.py`).
+    """Resolve each entry and put its function under guard (see `guard.py`).
 
     Names are unique: a second `score` becomes `score_2`.
+
+    Raises `RewardError` as `resolve_reward` does, and for `args` or an `isolate` that do not fit the function.
     """
     rewards: list[NamedReward] = []
     for entry in entries:
         function = resolve_reward(entry.use, base)
+        _check_args(entry, function)
         name = unique_name(_short_name(entry.use), {reward.name for reward in rewards})
-        columns = tuple(sorted(_required(function) - FROM_TRL))
-        rewards.append(NamedReward(name, checked(function, name), entry.weight, entry.solved_at, columns))
+        guard = Guard(name, _calls(entry, function, base), entry.on_error, counted=not _is_built_in(function))
+        names = set(inspect.signature(function).parameters)
+        columns = sorted(_required(function) - FROM_TRL - set(entry.args) - set(TOKENIZER_NAMES))
+        rewards.append(
+            NamedReward(
+                name,
+                guard.function(),
+                entry.weight,
+                entry.solved_at,
+                guard,
+                tuple(columns),
+                tuple(entry.args),
+                tuple(sorted(names & set(TOKENIZER_NAMES))),
+            )
+        )
     return rewards
+
+
+def use_tokenizer(rewards: Iterable[NamedReward], tokenizer: Any) -> None:
+    """Give the policy's tokenizer to the functions that name it in their signature."""
+    for reward in rewards:
+        if reward.tokenizer_names:
+            give_tokenizer(reward.guard.calls, reward.tokenizer_names, tokenizer)
+
+
+def _is_built_in(function: Callable[..., Any]) -> bool:
+    """Whether it is one of rltt's own, which grade in workers and count what became of each completion themselves."""
+    place = f"{function.__module__}:{getattr(function, '__qualname__', '')}"
+    return place in BUILT_IN.values()
+
+
+def _calls(entry: RewardEntry, function: Callable[..., Any], base: Path | None) -> InProcess | OnEventLoop | Isolated:
+    """How the function is to be called."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        if not entry.isolate:
+            raise RewardError(f"reward {entry.use!r}: isolate has no effect on an `async def`; remove the key.")
+        return OnEventLoop(function, dict(entry.args), entry.timeout)
+    if _is_built_in(function) or not entry.isolate:
+        return InProcess(function, dict(entry.args))
+    place, colon, name = entry.use.strip().partition(":")
+    if place.endswith(".py") or "/" in place:
+        place = str(_find_file(entry.use, place, base))  # the workers have the folder that they were started in
+    takes_state = "trainer_state" in inspect.signature(function).parameters
+    return Isolated(place + colon + name, dict(entry.args), entry.timeout, takes_state)
+
+
+def _check_args(entry: RewardEntry, function: Callable[..., Any]) -> None:
+    """Every name in `args` must be a parameter that nothing else fills."""
+    fills_up = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    given = {*FROM_TRL, *TOKENIZER_NAMES}
+    own = [parameter.name for parameter in parameters if parameter.kind not in fills_up and parameter.name not in given]
+    for name in entry.args:
+        if name in given:
+            raise RewardError(f"reward {entry.use!r}: args.{name} is what the trainer passes; remove it.")
+        if name not in own:
+            takes = f" It takes {', '.join(own)}." if own else " It takes none of its own."
+            raise RewardError(
+                f"reward {entry.use!r}: args.{name} is not a parameter of the function{_nearest(name, own)}{takes}"
+            )
 
 
 def check_columns(rewards: Iterable[NamedReward], columns: Iterable[str]) -> None:
     """Raises `RewardError` when a reward function needs a column that the data set does not have."""
     columns = sorted(columns)
     for reward in rewards:
+        for both in (name for name in reward.args if name in columns):
+            raise RewardError(
+                f"reward function {reward.name!r}: args.{both} is also a column of the data set; rename one"
+            )
         for missing in (column for column in reward.columns if column not in columns):
             raise RewardError(
                 f"reward function {reward.name!r} needs the column {missing!r}, and the data set has "

@@ -20,15 +20,21 @@ MEMORY_LIMIT = 4 * 2**30
 DONE = object()
 
 
-def nursery(control_fd: int, task: str, deadline: float) -> None:
-    """Fork a worker for each socket that arrives on `control_fd`; end, after the workers, when it is closed."""
+def nursery(control_fd: int, task: str, deadline: float, foreign: tuple[str, ...] | None = None) -> None:
+    """Fork a worker for each socket that arrives on `control_fd`; end, after the workers, when it is closed.
+
+    With `foreign`, the task is what `task` makes of these strings: a user's code (see `Pool`).
+    """
     module_name, function_name = task.split(":")
     module = importlib.import_module(module_name)
     function = getattr(module, function_name)
+    if foreign is not None:
+        function = function(*foreign)
     warming = module.warm_up() if hasattr(module, "warm_up") else iter(())
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    if foreign is None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     while True:
         # What the module does to warm up, it does between forks, so that the first workers need not wait for it.
         while not select.select([control], [], [], 0)[0] and next(warming, DONE) is not DONE:
@@ -38,6 +44,7 @@ def nursery(control_fd: int, task: str, deadline: float) -> None:
             break
         if os.fork() == 0:
             control.close()
+            os.setpgid(0, 0)  # a group of its own: what it starts is killed with it
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             serve(Connection(fds[0]), function, deadline)
             os._exit(0)

@@ -3,16 +3,18 @@
 Read top to bottom: data and rewards are checked, the policy is loaded (and warmed up), evaluated, trained, evaluated.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerState, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..data import arithmetic_tokenizer, load_split
@@ -21,7 +23,8 @@ from ..evaluate import EvalResult, evaluate_policy
 from ..models.load import load_config, load_policy, stop_token_ids
 from ..recipe import Recipe
 from ..rewards import load_rewards
-from ..rewards.registry import NamedReward, check_columns
+from ..rewards.preflight import preflight
+from ..rewards.registry import NamedReward, check_columns, use_tokenizer
 from ..rollout.vllm import require_vllm
 from .callbacks import MetricsCallback, PretrainMetricsCallback, show
 from .config import RLTTConfig
@@ -60,8 +63,11 @@ def train(recipe: Recipe) -> Path:
     problems, held_out = load_split(recipe.data)
     console = Console()
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
+    chat = False if recipe.policy.new else recipe.data.chat_template
+    preflight(rewards, problems, TrainerState(), chat)
     set_seed(recipe.train.seed)
     policy = load(recipe)
+    use_tokenizer(rewards, policy.tokenizer)
     dataset = make_dataset(problems, recipe, policy, console, "training")
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
     check_columns(rewards, dataset.column_names)
@@ -72,6 +78,7 @@ def train(recipe: Recipe) -> Path:
     describe_policy(policy, console)
 
     run = RunDirectory(recipe)
+    report_failures(rewards, run, console)
     with recorded(run):
         if responses is not None:
             policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console)
@@ -91,7 +98,8 @@ def train(recipe: Recipe) -> Path:
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
         try:
-            trainer.train()
+            with unscored_told_once():
+                trainer.train()
         finally:  # also after Ctrl-C or an error: what has been learned so far is kept
             save_trained(trainer, policy, run)
 
@@ -249,6 +257,28 @@ def make_trainer(
         processing_class=policy.tokenizer,
         rollout_writer=run.write_rollouts,
     )
+
+
+def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Console) -> None:
+    """Failures of reward functions go to the run directory, and the first of each kind to the console."""
+    for reward in rewards:
+        reward.guard.report = run.log_reward_failure
+        reward.guard.say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def unscored_told_once() -> Iterator[None]:
+    """Without TRL's warning at each step of completions without a reward: the guards have said and counted them."""
+    logger = logging.getLogger("trl.trainer.grpo_trainer")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "All reward functions returned None" not in record.getMessage()
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:

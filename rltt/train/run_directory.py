@@ -4,6 +4,7 @@
     versions.json     packages, Python, git revision
     metrics.jsonl     one object a step
     pretrain.jsonl    the same for the warm start, or for `rltt pretrain`
+    reward_failures.jsonl   each completion on which a reward function failed, with the traceback; only if there is one
     rollouts/         the completions of each step: prompt, completion, gold, rewards, advantage
     start/            the policy that RL started from, where it is not simply the checkpoint of the recipe
     checkpoints/      during the run, with train.save_steps
@@ -20,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,7 @@ from .. import __version__
 from ..errors import UserError
 from ..files import write_text
 from ..recipe import Recipe
+from ..rewards.guard import FailureReport
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
@@ -65,6 +68,11 @@ class RunDirectory:
         """The completions of one rollout, in a file named after the first step that uses them."""
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         write_text(self.path / "rollouts" / f"step_{rows[0]['step']:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def log_reward_failure(self, report: FailureReport) -> None:
+        """Append one failure of a reward function."""
+        with (self.path / "reward_failures.jsonl").open("a", encoding="utf-8") as out:
+            out.write(json.dumps(asdict(report), ensure_ascii=False, default=str) + "\n")
 
     def save_policy(self, model: Any, tokenizer: Any, name: str = "policy") -> None:
         """Save in HF format, into a folder that appears when it is complete."""
