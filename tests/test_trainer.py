@@ -344,6 +344,7 @@ UNSAFE_VALUES = {
     "use_transformers_continuous_batching": True,
     "use_liger_kernel": True,
     "vllm_mode": "server",
+    "vllm_importance_sampling_correction": False,
     "vllm_enable_sleep_mode": True,
     "vllm_structured_outputs_regex": "a+",
 }
@@ -381,7 +382,7 @@ def test_an_unsafe_option_is_refused_by_name(bench: Workbench, option: str, neut
         ({"credit": "progressive", "credit_alpha": -1.0}, r"credit_alpha must not be negative, found -1\.0"),
         ({"credit": "learned", "loss_type": "grpo"}, "'learned' gets no gradient from loss_type 'grpo'"),
     ],
-    ids=["reentrant", "credit", "loss", "alpha", "learned"],
+    ids=["vespo", "reentrant", "credit", "loss", "alpha", "learned"],
 )
 def test_wrong_options_are_refused(bench: Workbench, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
