@@ -8,7 +8,7 @@ from rltt.data.problems import Problem
 from rltt.errors import RewardError
 from rltt.rewards.call import Failure, Result
 from rltt.rewards.calls import OnEventLoop
-from rltt.rewards.guard import joined, rows_of
+from rltt.rewards.guard import Guard, joined, rows_of
 from rltt.rewards.registry import NamedReward, check_columns
 
 ROWS = 2
@@ -30,11 +30,11 @@ def preflight(
     check_columns(rewards, dict.fromkeys([*names, *(name for row in problems for name in row.columns)]))
     for reward in rewards:
         # Those that need a tokenizer would have to wait for the policy; the built-in verifier has tests of its own.
-        if reward.tokenizer_names or not reward.guard.counted:
+        if reward.tokenizer_names or reward.guard is None or not reward.guard.counted:
             continue
         failures = []
         for messages in (False, True) if chat is None else (chat,):
-            failure = _fails(reward, _keywords(rows, trainer_state, messages))
+            failure = _fails(reward.guard, _keywords(rows, trainer_state, messages))
             if failure is None:
                 break
             failures.append(failure)
@@ -45,10 +45,10 @@ def preflight(
             )
 
 
-def _fails(reward: NamedReward, keywords: dict[str, Any]) -> Failure | None:
+def _fails(guard: Guard, keywords: dict[str, Any]) -> Failure | None:
     """The first failure, if every completion failed. None as a reward is an answer here: it may not apply to these."""
     count = len(keywords["completions"])
-    calls = reward.guard.calls
+    calls = guard.calls
     if isinstance(calls, OnEventLoop):
         waiting = calls
 
@@ -63,7 +63,7 @@ def _fails(reward: NamedReward, keywords: dict[str, Any]) -> Failure | None:
             if isinstance(results[0].values, Failure):
                 results = calls.each(rows_of(keywords))
         except RuntimeError as error:
-            raise RewardError(f"reward function {reward.name!r}: {error}") from error
+            raise RewardError(f"reward function {guard.name!r}: {error}") from error
     values = joined(results, count)
     failures = [value for value in values if isinstance(value, Failure) and value.kind != "none"]
     return failures[0] if len(failures) == count else None

@@ -68,13 +68,14 @@ class NamedReward:
     func: Callable[..., Any]
     weight: float
     solved_at: float | None
-    guard: Guard
     columns: tuple[str, ...] = ()
     """Columns of the data set that the function cannot be called without."""
     args: tuple[str, ...] = ()
     """Keywords that come from the recipe."""
     tokenizer_names: tuple[str, ...] = ()
     """Keywords under which the function takes the policy's tokenizer."""
+    guard: Guard | None = None
+    """What stands behind `func`; None for a plain function, whose failures are the caller's."""
 
 
 def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> list[NamedReward]:
@@ -98,10 +99,10 @@ def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> li
                 guard.function(),
                 entry.weight,
                 entry.solved_at,
-                guard,
-                tuple(columns),
-                tuple(entry.args),
-                tuple(sorted(names & set(TOKENIZER_NAMES))),
+                columns=tuple(columns),
+                args=tuple(entry.args),
+                tokenizer_names=tuple(sorted(names & set(TOKENIZER_NAMES))),
+                guard=guard,
             )
         )
     return rewards
@@ -110,7 +111,7 @@ def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> li
 def use_tokenizer(rewards: Iterable[NamedReward], tokenizer: Any) -> None:
     """Give the policy's tokenizer to the functions that name it in their signature."""
     for reward in rewards:
-        if reward.tokenizer_names:
+        if reward.tokenizer_names and reward.guard is not None:
             give_tokenizer(reward.guard.calls, reward.tokenizer_names, tokenizer)
 
 

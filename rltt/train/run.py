@@ -261,9 +261,9 @@ def make_trainer(
 
 def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Console) -> None:
     """Failures of reward functions go to the run directory, and the first of each kind to the console."""
-    for reward in rewards:
-        reward.guard.report = run.log_reward_failure
-        reward.guard.say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for guard in (reward.guard for reward in rewards if reward.guard is not None):
+        guard.report = run.log_reward_failure
+        guard.say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
