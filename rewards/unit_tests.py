@@ -17,7 +17,7 @@ from rltt.rewards.sandbox import run
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PROGRAM = """import os
-def main(word, names={{"__name__": "solution"}}, write=os.write, out=os.dup(1)):
+def main(word, names={{"__name__": "solution"}}, write=os.write, exec=exec, compile=compile, out=os.dup(1)):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for text in {texts!r}:
         exec(compile(text, "solution", "exec"), names)

@@ -101,6 +101,7 @@ def test_unit_tests():
         "def f(x)": 0.0,
         "import sys; sys.exit(0)": 0.0,
         "import os; os._exit(0)": 0.0,
+        "import builtins; builtins.exec = builtins.compile = print": 0.0,
         "print('passed'); AssertionError = Warning\ndef f(x): return 0": 0.0,
         "import os\nos.lseek(0, 0, 0); print(os.read(0, 32).decode()); os._exit(0)": 0.0,
     }
