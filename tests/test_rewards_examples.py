@@ -1,6 +1,8 @@
 """The reward functions in `rewards/`: each loads as its docstring says and does what it says."""
 
+import os
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,3 +95,21 @@ def test_json_schema():
     third = 1 / 3
     rewards = call("json_schema", completions)
     assert rewards == pytest.approx([1.0, 1.0, 2 * third, third, 0.0, 0.0, 0.0, 1.0])
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None and "CI" not in os.environ, reason="needs bubblewrap")
+def test_unit_tests():
+    codes = {
+        "def f(x): return x + 1": 1.0,
+        "def f(x): return x": 0.0,
+        "def f(x)": 0.0,
+        "import sys; sys.exit(0)": 0.0,
+        "import os; os._exit(0)": 0.0,
+        "import builtins; builtins.exec = builtins.compile = print": 0.0,
+        "print('passed'); AssertionError = Warning\ndef f(x): return 0": 0.0,
+        "import os\nos.lseek(0, 0, 0); print(os.read(0, 32).decode()); os._exit(0)": 0.0,
+    }
+    completions = [f"So:\n```python\n{code}\n```" for code in codes]
+    tests = [["assert f(1) == 2", "assert f(2) == 3"]] * len(codes)
+    assert call("unit_tests", completions, tests=tests) == list(codes.values())
+    assert call("unit_tests", ["no code"], tests=["assert True"]) == [0.0]
