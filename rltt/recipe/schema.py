@@ -267,18 +267,18 @@ class RolloutSection(Section):
 
     engine: Literal["hf", "vllm"] = "hf"
     """Who generates: 'hf' is generate() on the policy itself, 'vllm' a vLLM engine inside the training process."""
-    vllm_gpu_memory_utilization: Fraction = 0.3
-    """Share of the GPU's memory for the engine (engine: vllm)."""
-    vllm_tensor_parallel_size: Count = 1
-    """Processes that one engine is spread over (engine: vllm)."""
-    parity_tolerance: Positive | None = None
-    """Largest log-prob difference between engine and training path (engine: vllm); null: 1e-4 in fp32, 0.5 in bf16."""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each prompt: the group."""
     temperature: Positive = 1.0
     """Sampling temperature, applied to the log-probs as well."""
     max_completion_length: Count = 512
     """Tokens after which a completion is cut."""
+    vllm_gpu_memory_utilization: Fraction = 0.3
+    """Share of the GPU's memory for the engine (engine: vllm)."""
+    vllm_tensor_parallel_size: Count = 1
+    """Processes that one engine is spread over (engine: vllm)."""
+    parity_tolerance: Positive | None = None
+    """Largest log-prob difference between engine and training path (engine: vllm); null: 1e-4 in fp32, 0.5 in bf16."""
 
     def problems(self) -> Iterator[Problem]:
         if self.engine != "vllm":
