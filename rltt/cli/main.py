@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from rltt import __version__
+from rltt.cli.check_data import check_data
 from rltt.cli.convert import convert
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
@@ -55,3 +56,4 @@ def _options(
 for command in (train, pretrain, convert):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command("check-data")(check_data)

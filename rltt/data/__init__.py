@@ -4,6 +4,7 @@ sources.py     where problems come from          files.py       rows of local fi
 problems.py    from a row to a `Problem`         boxed.py       the answer in a box
 arithmetic.py  word problems made here           tokenizer.py   the tokenizer that fits them
 split.py       training and evaluation           prompts.py     templates, length filter, columns
+check.py       prompts that occur twice
 """
 
 from rltt.data.arithmetic import arithmetic_problems

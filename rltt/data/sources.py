@@ -27,6 +27,14 @@ T = TypeVar("T")
 ARITHMETIC = "arithmetic"
 
 
+class AnswerlessWarning(UserWarning):
+    """Rows of a source have no answer and are left out; `rows` names them all."""
+
+    def __init__(self, message: str, rows: list[str]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 @dataclass(frozen=True)
 class Preset:
     """What a recipe need not say about a well-known data set."""
@@ -80,7 +88,7 @@ def read_problems(source: DataSource, section: DataSection, default_split: str =
         message = f"{count} have no answer (an empty \\boxed{{}}) and are left out: {some(answerless)}"
         if not problems:
             raise DataError(f"{message}; none remains.")
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(AnswerlessWarning(message, answerless), stacklevel=2)
     return spread(problems, source.limit)
 
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rltt.recipe import DataSection
 
 
+class SharedPromptWarning(UserWarning):
+    """Prompts are both trained and evaluated on."""
+
+
 def load_split(section: DataSection) -> tuple[list[Problem], list[Problem]]:
     """Training and evaluation problems of a recipe, in the order of their sources.
 
@@ -52,5 +56,6 @@ def _guard(train: list[Problem], evaluation: list[Problem]) -> None:
     if shared:
         warnings.warn(
             f"{len(shared)} of {len(evaluation)} evaluation prompts also occur in the training data ({some(shared)})",
+            SharedPromptWarning,
             stacklevel=3,
         )

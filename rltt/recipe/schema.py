@@ -143,6 +143,8 @@ class DataSection(Section):
     """Which column of the source holds the prompt, the gold and the response."""
     gold: Literal["auto", "hash", "boxed", "text"] = "auto"
     r"""Where the gold is in its column: after the last '####', in the last \boxed{}, all of it."""
+    bad_gold: Literal["stop", "drop", "keep"] = "stop"
+    """Rows whose gold a reward cannot grade: end the run before it begins, leave them out, or train on them."""
     prompt_template: str = "{prompt}"
     """Text of a user turn; {prompt} is replaced by the row's prompt."""
     system_prompt: str | None = None

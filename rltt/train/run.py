@@ -18,11 +18,13 @@ from transformers import TrainerState, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..data import arithmetic_tokenizer, load_split
-from ..errors import PolicyError
+from ..data.problems import Problem
+from ..errors import PolicyError, RecipeError
 from ..evaluate import EvalResult, evaluate_policy
 from ..models.load import load_config, load_policy, stop_token_ids
 from ..recipe import Recipe
 from ..rewards import load_rewards
+from ..rewards.golds import gold_checks, without_bad_golds
 from ..rewards.preflight import preflight
 from ..rewards.registry import NamedReward, check_columns, use_tokenizer
 from ..rollout.vllm import require_vllm
@@ -65,6 +67,7 @@ def train(recipe: Recipe) -> Path:
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     chat = False if recipe.policy.new else recipe.data.chat_template
     preflight(rewards, problems, TrainerState(), chat)
+    problems, held_out = gradable(recipe, problems, held_out, console)
     set_seed(recipe.train.seed)
     policy = load(recipe)
     use_tokenizer(rewards, policy.tokenizer)
@@ -134,6 +137,24 @@ def pretrain(recipe: Recipe) -> Path:
             run.update_summary(steps=trainer.state.global_step)
             run.save_policy(unwrapped(trainer), policy.tokenizer)
     return run.path
+
+
+def gradable(
+    recipe: Recipe, problems: list[Problem], held_out: list[Problem], console: Console
+) -> tuple[list[Problem], list[Problem]]:
+    """Training and evaluation rows after `data.bad_gold`; both, for a bad gold makes a measure wrong too."""
+    checks = gold_checks(recipe.rewards)
+    on_bad = recipe.data.bad_gold
+    if not checks and on_bad != "stop":
+        raise RecipeError(
+            f"data.bad_gold: {on_bad} has no effect: none of the rewards checks golds, as math does (check_golds); "
+            "remove the key"
+        )
+    say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    return (
+        without_bad_golds(problems, checks, on_bad, say, "training"),
+        without_bad_golds(held_out, checks, on_bad, say, "evaluation"),
+    )
 
 
 def describe(recipe: Recipe) -> str:
