@@ -189,7 +189,10 @@ def test_version():
     assert rltt_command("--version").stdout == f"rltt {rltt.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["eval", "--help"], ["check-data", "--help"], ["reward", "test", "--help"]],
+)
 def test_help_loads_nothing_heavy(arguments):
     code = (
         "import sys; from rltt.cli.main import app\n"

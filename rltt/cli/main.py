@@ -10,6 +10,7 @@ from rltt.cli.check_data import check_data
 from rltt.cli.convert import convert
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
+from rltt.cli.reward import reward
 from rltt.cli.train import train
 from rltt.errors import UserError
 
@@ -57,3 +58,4 @@ for command in (train, pretrain, convert):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command("check-data")(check_data)
+app.add_typer(reward, name="reward")

@@ -2,6 +2,7 @@
 
 From a recipe to a function          registry.py  what `use:` names        preflight.py tried before a run
 Before a run                         golds.py      are the golds gradable  trial.py     one function, shown at work
+Completions to try one on            samples.py
 A function that may fail             guard.py     what is done about it    call.py      one call, and what failed
 The ways to call it                  calls.py     here, or in workers      isolated.py  what a worker runs
 The doors to the math verifier       math.py      verify_math, the reward  outcome.py   what became of a completion
