@@ -12,6 +12,7 @@ from rltt.data.check import RepeatedPrompt, SharedPrompt, repeated_prompts, shar
 from rltt.data.sources import AnswerlessWarning
 from rltt.data.split import SharedPromptWarning, load_split
 from rltt.recipe import Recipe
+from rltt.rewards.extract import quoted
 from rltt.rewards.golds import BadGold, bad_golds, gold_checks
 
 _PROMPTS_SHOWN = 20
@@ -102,7 +103,7 @@ def _golds(golds: Sequence[str]) -> str:
 
 
 def _snippet(text: str) -> str:
-    return f"{text[:_SNIPPET]!r}{'…' if len(text) > _SNIPPET else ''}"
+    return quoted(text, _SNIPPET)
 
 
 def _first(lines: Sequence[str]) -> Iterator[str]:

@@ -84,7 +84,12 @@ class Isolated:
         if (state := rows[0].get("trainer_state")) is not None and "trainer_state" not in self.left_out:
             # Its fields alone: a worker would import transformers to unpickle the object, and its timeout is running.
             added["trainer_state"] = SimpleNamespace(**vars(state))
-        replies = self.pool.map([_without(row, self.left_out) | added for row in rows])
+        try:
+            replies = self.pool.map([_without(row, self.left_out) | added for row in rows])
+        except RuntimeError as error:  # the function could be loaded here, but not in a worker
+            raise RewardError(
+                f"reward {self.use!r}: {error}. If it cannot be loaded in other processes: isolate: false."
+            ) from error
         return [self._result(reply) for reply in replies]
 
     @property

@@ -61,3 +61,8 @@ def gold_answer(gold: str) -> str:
         return boxed.strip()
     hashes = _HASHES.findall(gold)
     return (hashes[-1] if hashes else gold).strip()
+
+
+def quoted(text: str, length: int) -> str:
+    """The beginning of a text in quotes, for a message; a mark says that there is more."""
+    return f"{text[:length]!r}{'…' if len(text) > length else ''}"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from rltt.data.problems import Problem
 from rltt.errors import DataError, RewardError
+from rltt.rewards.extract import quoted
 from rltt.rewards.outcome import Outcome, Status
 from rltt.rewards.registry import RewardEntry, resolve_reward
 
@@ -42,7 +43,7 @@ class BadGold:
 
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.where}: gold {_shown(self.gold)} is {self.status} for {self.reward}{detail}"
+        return f"{self.where}: gold {quoted(self.gold, 80)} is {self.status} for {self.reward}{detail}"
 
 
 def gold_checks(entries: Iterable[RewardEntry], base: Path | None = None) -> dict[str, GoldCheck]:
@@ -139,7 +140,3 @@ def _listed(head: str, bad: Sequence[BadGold], shown: int) -> str:
     if len(bad) > shown:
         lines.append(f"  and {len(bad) - shown} more; `rltt check-data` lists them all")
     return "\n".join(lines)
-
-
-def _shown(text: str) -> str:
-    return f"{text[:80]!r}{'…' if len(text) > 80 else ''}"

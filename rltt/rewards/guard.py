@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rltt.errors import RewardError
 from rltt.rewards.call import KINDS, Failure, Result
 from rltt.rewards.calls import Calls, OnEventLoop
-from rltt.rewards.extract import completion_text
+from rltt.rewards.extract import completion_text, quoted
 
 OnError = Literal["skip", "zero", "fail"]
 SNIPPET = 200
@@ -77,10 +77,10 @@ class Guard:
         def call(*, completions: Sequence[Any], **keywords: Any) -> list[float | None]:
             keywords["completions"] = completions
             if not self._alone:
-                result = self._started(calls.batch, keywords)
+                result = calls.batch(keywords)
                 if not self._is_to_be_repeated(result, keywords):
                     return self._settle([result], keywords)
-            return self._settle(self._started(calls.each, rows_of(keywords)), keywords)
+            return self._settle(calls.each(rows_of(keywords)), keywords)
 
         return self._named(call)
 
@@ -88,14 +88,6 @@ class Guard:
         wrapper.__name__ = wrapper.__qualname__ = self.name  # TRL names the metrics after it
         wrapper.__doc__ = inspect.getdoc(getattr(self.calls, "function", None))
         return wrapper
-
-    def _started(self, call: Callable[[Any], Any], argument: Any) -> Any:
-        try:
-            return call(argument)
-        except RuntimeError as error:  # of the pool: the function could be loaded here, but not in a worker
-            raise RewardError(
-                f"reward function {self.name!r}: {error}. If it cannot be loaded in other processes: isolate: false."
-            ) from error
 
     def _is_to_be_repeated(self, result: Result, keywords: Mapping[str, Any]) -> bool:
         """Whether a batch failed as a whole, so that each completion has to be graded alone. Says so once."""
@@ -178,8 +170,7 @@ class Guard:
         where = ""
         if index is not None:
             text = completion_text(completions[index])
-            shown = f"{text[:SNIPPET]!r}{'…' if len(text) > SNIPPET else ''}"
-            where = f", for completion {index} of {len(completions)}: {shown}"
+            where = f", for completion {index} of {len(completions)}: {quoted(text, SNIPPET)}"
         advice = ""
         if failure.kind == "none" and self.on_error == "fail":
             advice = " To say that a reward does not apply, set on_error: skip."

@@ -10,6 +10,7 @@ from rltt.rewards.call import Failure, Result
 from rltt.rewards.calls import OnEventLoop
 from rltt.rewards.guard import Guard, joined, rows_of
 from rltt.rewards.registry import NamedReward, check_columns
+from rltt.rewards.samples import Sample, columns_of, keywords_of
 
 ROWS = 2
 
@@ -34,7 +35,7 @@ def preflight(
             continue
         failures = []
         for messages in (False, True) if chat is None else (chat,):
-            failure = _fails(reward.guard, _keywords(rows, trainer_state, messages))
+            failure = _fails(reward.guard, keywords_of(_samples(rows), trainer_state, messages))
             if failure is None:
                 break
             failures.append(failure)
@@ -58,35 +59,20 @@ def _fails(guard: Guard, keywords: dict[str, Any]) -> Failure | None:
 
         results = asyncio.run(both())
     else:
-        try:
-            results = [calls.batch(keywords)]
-            if isinstance(results[0].values, Failure):
-                results = calls.each(rows_of(keywords))
-        except RuntimeError as error:
-            raise RewardError(f"reward function {guard.name!r}: {error}") from error
+        results = [calls.batch(keywords)]
+        if isinstance(results[0].values, Failure):
+            results = calls.each(rows_of(keywords))
     values = joined(results, count)
     failures = [value for value in values if isinstance(value, Failure) and value.kind != "none"]
     return failures[0] if len(failures) == count else None
 
 
-def _keywords(rows: Sequence[Problem], trainer_state: Any, messages: bool) -> dict[str, Any]:
-    doubled = [row for row in rows for _ in range(2)]
-    texts = [text for row in rows for text in (row.gold, rf"\boxed{{{row.gold}}}")]
-    columns: dict[str, list[Any]] = {
-        "gold": [row.gold for row in doubled],
-        "row": [row.where for row in doubled],
-        **{name: [row.columns.get(name) for row in doubled] for name in {n for row in rows for n in row.columns}},
-    }
-    if all(row.response is not None for row in rows):
-        columns["response"] = [row.response for row in doubled]
-
-    def shaped(role: str, text: str) -> Any:
-        return [{"role": role, "content": text}] if messages else text
-
-    return columns | {
-        "prompts": [shaped("user", row.prompt) for row in doubled],
-        "completions": [shaped("assistant", text) for text in texts],
-        # No tokenizer yet: the bytes stand in for tokens.
-        "completion_ids": [list(text.encode()) for text in texts],
-        "trainer_state": trainer_state,
-    }
+def _samples(rows: Sequence[Problem]) -> list[Sample]:
+    """The golds of the rows as completions, bare and boxed."""
+    # As in a dataset: `response` is a column where every row has one.
+    left_out = () if all(row.response is not None for row in rows) else ("response",)
+    return [
+        Sample(row.where, text, row.prompt, {k: v for k, v in columns_of(row).items() if k not in left_out})
+        for row in rows
+        for text in (row.gold, rf"\boxed{{{row.gold}}}")
+    ]

@@ -15,6 +15,7 @@ from typing import Any
 from rltt.data.files import read_rows
 from rltt.data.problems import Problem, Unreadable
 from rltt.errors import DataError
+from rltt.rewards.extract import completion_text
 from rltt.rewards.registry import FROM_TRL
 
 # What rollouts hold beside the columns of the data.
@@ -34,7 +35,7 @@ class Sample:
 def samples_of_golds(problems: Sequence[Problem]) -> list[Sample]:
     """For each problem its gold in a box, its bare gold, and nothing at all, as completions."""
     return [
-        Sample(f"{problem.where} ({kind})", completion, problem.prompt, _columns(problem))
+        Sample(f"{problem.where} ({kind})", completion, problem.prompt, columns_of(problem))
         for problem in problems
         for kind, completion in (("boxed", rf"\boxed{{{problem.gold}}}"), ("bare", problem.gold), ("empty", ""))
     ]
@@ -58,10 +59,26 @@ def with_data(samples: Sequence[Sample], problems: Sequence[Problem]) -> list[Sa
             sample.where,
             sample.completion,
             problem.prompt if sample.prompt is None else sample.prompt,
-            _columns(problem) | sample.columns,
+            columns_of(problem) | sample.columns,
         )
         for sample, problem in zip(samples, _matched(samples, problems), strict=True)
     ]
+
+
+def keywords_of(samples: Sequence[Sample], trainer_state: Any, chat: bool) -> dict[str, Any]:
+    """What TRL would pass to a reward function, but for the loggers. With `chat`, text is passed as messages."""
+
+    def shaped(role: str, value: Any) -> Any:
+        return [{"role": role, "content": value}] if chat and isinstance(value, str) else value
+
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    return {name: [sample.columns.get(name) for sample in samples] for name in names} | {
+        "prompts": [shaped("user", sample.prompt or "") for sample in samples],
+        "completions": [shaped("assistant", sample.completion) for sample in samples],
+        # No tokenizer made them: the bytes stand in for tokens.
+        "completion_ids": [list(completion_text(sample.completion).encode()) for sample in samples],
+        "trainer_state": trainer_state,
+    }
 
 
 def _matched(samples: Sequence[Sample], problems: Sequence[Problem]) -> list[Problem]:
@@ -75,7 +92,7 @@ def _matched(samples: Sequence[Sample], problems: Sequence[Problem]) -> list[Pro
         by_prompt: dict[str, Problem] = {}
         for problem in problems:
             earlier = by_prompt.setdefault(problem.prompt.strip(), problem)
-            if _columns(earlier) | {"row": None} != _columns(problem) | {"row": None}:
+            if columns_of(earlier) | {"row": None} != columns_of(problem) | {"row": None}:
                 raise DataError(
                     f"{earlier.where} and {problem.where} have the same prompt and differ otherwise: completions "
                     "cannot be matched by prompt; name the row of each in a field `row`, or remove their `prompt`"
@@ -111,7 +128,8 @@ def _prompt_text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
 
 
-def _columns(problem: Problem) -> dict[str, Any]:
+def columns_of(problem: Problem) -> dict[str, Any]:
+    """The columns that a problem has in a dataset, its prompt aside."""
     response = {} if problem.response is None else {"response": problem.response}
     return {"gold": problem.gold, "row": problem.where, **response, **problem.columns}
 

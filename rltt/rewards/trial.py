@@ -20,8 +20,15 @@ from rltt.rewards.extract import completion_text
 from rltt.rewards.guard import joined
 from rltt.rewards.math import verify_math
 from rltt.rewards.outcome import Outcome
-from rltt.rewards.registry import NamedReward, RewardEntry, check_columns, load_rewards, resolve_reward
-from rltt.rewards.samples import Sample
+from rltt.rewards.registry import (
+    NamedReward,
+    RewardEntry,
+    check_columns,
+    load_rewards,
+    resolve_reward,
+    use_tokenizer,
+)
+from rltt.rewards.samples import Sample, keywords_of
 
 # Completions in one call, as in a step of 32 prompts with 8 completions each: a timeout counts for the whole call.
 BATCH = 256
@@ -111,18 +118,14 @@ def try_reward(
     assert reward.guard is not None  # load_rewards guards every function
     _check_inputs(reward, entry, samples, tokenizer)
     if tokenizer is not None and reward.tokenizer_names:
-        from rltt.rewards.registry import use_tokenizer
-
         use_tokenizer([reward], tokenizer)
     calls = reward.guard.calls
+    state = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0)
     with asyncio.Runner() as loop:  # one event loop for all calls, as clients of services need
 
         def call(chosen: Sequence[Sample]) -> Result:
-            keywords = _keywords(chosen, chat)
-            try:
-                return loop.run(calls.batch(keywords)) if isinstance(calls, OnEventLoop) else calls.batch(keywords)
-            except RuntimeError as error:  # of the pool: it loads here, but not in a worker
-                raise RewardError(f"reward function {reward.name!r}: {error}") from error
+            keywords = keywords_of(chosen, state, chat)
+            return loop.run(calls.batch(keywords)) if isinstance(calls, OnEventLoop) else calls.batch(keywords)
 
         batches, batch_failures, batch_seconds = _in_batches(call, samples)
         alone, seconds = _alone(call, samples)
@@ -205,22 +208,6 @@ def _check_inputs(reward: NamedReward, entry: RewardEntry, samples: Sequence[Sam
         )
     if reward.tokenizer_names and tokenizer is None:
         raise RewardError(f"reward function {reward.name!r} takes the policy's tokenizer; name one with --tokenizer")
-
-
-def _keywords(samples: Sequence[Sample], chat: bool) -> dict[str, Any]:
-    """What TRL passes to a reward function, but for the loggers."""
-
-    def shaped(role: str, value: Any) -> Any:
-        return [{"role": role, "content": value}] if chat and isinstance(value, str) else value
-
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
-    return {name: [sample.columns.get(name) for sample in samples] for name in names} | {
-        "prompts": [shaped("user", sample.prompt or "") for sample in samples],
-        "completions": [shaped("assistant", sample.completion) for sample in samples],
-        # No tokenizer made them: the bytes stand in for tokens.
-        "completion_ids": [list(completion_text(sample.completion).encode()) for sample in samples],
-        "trainer_state": SimpleNamespace(global_step=0, max_steps=0, epoch=0.0),
-    }
 
 
 def _number(value: float | Failure | None) -> float | None:

@@ -21,6 +21,7 @@ class Parity:
         max, mean: of |log-prob of the training path - log-prob of the engine|.
         kl: k3 estimate of KL(engine ‖ training path), as the tokens come from the engine.
         above: share of tokens whose difference is above the tolerance.
+        raw_ratio: mean of exp(training path - engine), the importance ratio before any masking.
         tokens: how many were compared.
     """
 
@@ -28,6 +29,7 @@ class Parity:
     mean: float
     kl: float
     above: float
+    raw_ratio: float
     tokens: int
 
     def __str__(self) -> str:
@@ -43,7 +45,7 @@ def measure_parity(
     """Compare the two paths' log-probs where `mask` is 1. A token that the engine gave no number is infinitely off."""
     chosen = mask.bool()
     if not chosen.any():
-        return Parity(0.0, 0.0, 0.0, 0.0, 0)
+        return Parity(0.0, 0.0, 0.0, 0.0, 1.0, 0)
     ours, theirs = training[chosen].double(), engine[chosen].double()
     gap = (ours - theirs).abs().nan_to_num(nan=torch.inf)
     return Parity(
@@ -51,6 +53,7 @@ def measure_parity(
         mean=gap.mean().item(),
         kl=k3(ours, theirs).nan_to_num(nan=torch.inf).mean().item(),
         above=(gap > tolerance).double().mean().item(),
+        raw_ratio=(ours - theirs).exp().mean().item(),
         tokens=gap.numel(),
     )
 

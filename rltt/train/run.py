@@ -5,7 +5,7 @@ Read top to bottom: data and rewards are checked, the policy is loaded (and warm
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,7 @@ def gradable(
             f"data.bad_gold: {on_bad} has no effect: none of the rewards checks golds, as math does (check_golds); "
             "remove the key"
         )
-    say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    say = warning_on(console)
     return (
         without_bad_golds(problems, checks, on_bad, say, "training"),
         without_bad_golds(held_out, checks, on_bad, say, "evaluation"),
@@ -284,7 +284,12 @@ def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Cons
     """Failures of reward functions go to the run directory, and the first of each kind to the console."""
     for guard in (reward.guard for reward in rewards if reward.guard is not None):
         guard.report = run.log_reward_failure
-        guard.say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        guard.say = warning_on(console)
+
+
+def warning_on(console: Console) -> Callable[[str], None]:
+    """Prints a message that must not be overlooked, as it is."""
+    return partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

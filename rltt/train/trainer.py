@@ -231,8 +231,6 @@ class RLTTTrainer(GRPOTrainer):
             self._parity_checked = True
         for name, value in asdict(parity).items():
             self._metrics[mode][f"parity/{name}"].append(float(value))
-        raw_ratio = (ours - theirs).exp()[counted.bool()].mean().item()
-        self._metrics[mode]["parity/raw_ratio"].append(raw_ratio)
         masked = self.accelerator.gather((batch["importance_sampling_ratio"] == 0).float().mean()).mean()
         self._metrics[mode]["parity/masked"].append(masked.item())
 
