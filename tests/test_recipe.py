@@ -184,7 +184,10 @@ def test_wrong_overrides(write, override, expected):
         ("objective.loss_type=ppo", "objective.loss_type: found 'ppo'; expected 'reinforce', 'grpo'"),
         ("objective.loss_type=bnpo", "objective.loss_type: 'bnpo' depends on the micro-batch size by design; use 'da"),
         ("rollout.engine=sglang", "rollout.engine: found 'sglang'; expected 'hf' or 'vllm'"),
-        ("rollout.parity_tolerance=0.1", "rollout.parity_tolerance: has no effect unless engine is 'vllm'"),
+        (
+            "rollout.vllm_tensor_parallel_size=2",
+            "rollout.vllm_tensor_parallel_size: has no effect unless engine is 'vllm'",
+        ),
         ("policy.loops=0", "policy.loops: found the number 0; expected a value of at least 1"),
         ("data.gold=last", "data.gold: found 'last'; expected 'auto', 'hash', 'boxed' or 'text'"),
         ("data.prompt_template=Solve it", "data.prompt_template: found 'Solve it'; it must contain {prompt}"),

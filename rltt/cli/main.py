@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 from rltt import __version__
 from rltt.cli.check_data import check_data
 from rltt.cli.convert import convert
+from rltt.cli.doctor import doctor
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
 from rltt.cli.reward import reward
@@ -54,7 +55,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, pretrain, convert):
+for command in (train, doctor, pretrain, convert):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command("check-data")(check_data)

@@ -275,16 +275,18 @@ class RolloutSection(Section):
     """Sampling temperature, applied to the log-probs as well."""
     max_completion_length: Count = 512
     """Tokens after which a completion is cut."""
+    parity_tolerance: Positive | None = None
+    """Largest log-prob difference between rollout and training at a check; null: 1e-4 in fp32, 0.5 in bf16."""
+    parity_check_rollouts: Count = 10
+    """Rollouts from one parity check to the next. The first is always checked, and every one is measured."""
     vllm_gpu_memory_utilization: Fraction = 0.3
     """Share of the GPU's memory for the engine (engine: vllm)."""
     vllm_tensor_parallel_size: Count = 1
     """Processes that one engine is spread over (engine: vllm)."""
-    parity_tolerance: Positive | None = None
-    """Largest log-prob difference between engine and training path (engine: vllm); null: 1e-4 in fp32, 0.5 in bf16."""
 
     def problems(self) -> Iterator[Problem]:
         if self.engine != "vllm":
-            keys = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "parity_tolerance")
+            keys = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
             yield from self.idle(*keys, unless="engine is 'vllm'")
 
 

@@ -3,13 +3,13 @@
 Shapes: B completions, C completion tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import ParityError
 from ..objective.kl import k3
 
 
@@ -58,11 +58,15 @@ def measure_parity(
     )
 
 
-def check_parity(parity: Parity, tolerance: float) -> None:
-    """Raises `ParityError` when any token's difference is above the tolerance."""
-    if parity.max > tolerance:
-        raise ParityError(
-            f"rollout and training do not see the same policy: {parity}, tolerance {tolerance:g}. Training on such "
-            "rollouts would optimise another model than the one that samples. Check that both run the same depth and "
-            "dtype; rollout.parity_tolerance sets another bound"
-        )
+def combined(parts: Sequence[Parity]) -> Parity:
+    """The numbers over all tokens of several measurements."""
+    tokens = sum(part.tokens for part in parts)
+
+    def mean(name: str) -> float:
+        return sum(getattr(part, name) * part.tokens for part in parts) / max(tokens, 1)
+
+    return Parity(
+        max=max((part.max for part in parts), default=0.0),
+        **{name: mean(name) for name in ("mean", "kl", "above", "raw_ratio")},
+        tokens=tokens,
+    )

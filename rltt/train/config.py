@@ -61,9 +61,13 @@ class RLTTConfig(GRPOConfig):
     parity_tolerance: float | None = field(
         default=None,
         metadata={
-            "help": "Largest log-prob difference between a vLLM engine and the training path in the first rollout; "
+            "help": "Largest log-prob difference between the rollout engine and the training path at a check; "
             f"None: {PARITY_TOLERANCE[torch.float32]:g} in fp32, {PARITY_TOLERANCE[torch.bfloat16]:g} in bf16."
         },
+    )
+    parity_check_rollouts: int = field(
+        default=10,
+        metadata={"help": "Rollouts from one parity check to the next; the first is checked. All are measured."},
     )
     logging_steps: float = field(default=1, metadata={"help": "Log every so many updates."})
 
@@ -80,6 +84,8 @@ class RLTTConfig(GRPOConfig):
             raise ValueError(f"beta must not be negative, found {self.beta}")
         if self.credit_alpha < 0:
             raise ValueError(f"credit_alpha must not be negative, found {self.credit_alpha}")
+        if self.parity_check_rollouts < 1:
+            raise ValueError(f"parity_check_rollouts must be at least 1, found {self.parity_check_rollouts}")
         if self.credit == "learned" and self.loss_type not in ("reinforce", "cispo"):
             raise ValueError(
                 f"credit 'learned' gets no gradient from loss_type {self.loss_type!r}: on policy every loop's ratio is "

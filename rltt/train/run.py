@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -45,7 +46,7 @@ from .policy import (
 )
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 from .run_directory import RunDirectory, check_free, checkpoints_of
-from .trainer import RLTTTrainer, check_trainable
+from .trainer import RLTTTrainer, RolloutWriter, check_trainable
 
 # Training prompts on which a warm start measures its solve rate.
 WARM_START_PROMPTS = 64
@@ -59,24 +60,9 @@ def train(recipe: Recipe) -> Path:
     """
     recipe.require("train")
     check_free(recipe.run_directory)
-    if recipe.rollout.engine == "vllm":
-        require_vllm()
-    rewards = load_rewards(recipe.rewards)
-    problems, held_out = load_split(recipe.data)
     console = Console()
-    transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
-    chat = False if recipe.policy.new else recipe.data.chat_template
-    preflight(rewards, problems, TrainerState(), chat)
-    problems, held_out = gradable(recipe, problems, held_out, console)
-    set_seed(recipe.train.seed)
-    policy = load(recipe)
-    use_tokenizer(rewards, policy.tokenizer)
-    dataset = make_dataset(problems, recipe, policy, console, "training")
-    eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
-    check_columns(rewards, dataset.column_names)
-    check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
-    config = trainer_config(recipe, rewards)
-    check_trainable(policy.model, config, dataset)
+    ready = prepare(recipe, console)
+    policy, rewards, dataset, eval_dataset = ready.policy, ready.rewards, ready.dataset, ready.eval_dataset
     responses = None if recipe.pretrain is None else learnable(policy, dataset)
     describe_policy(policy, console)
 
@@ -97,7 +83,7 @@ def train(recipe: Recipe) -> Path:
             run.update_summary(eval_before=before.to_dict())
             console.print(f"held-out before: {before}", highlight=False)
 
-        trainer = make_trainer(config, policy, dataset, rewards, run)
+        trainer = make_trainer(ready.config, policy, dataset, rewards, run.write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
         try:
@@ -111,6 +97,43 @@ def train(recipe: Recipe) -> Path:
             run.update_summary(eval_after=after.to_dict())
             console.print(f"held-out after:  {after}", highlight=False)
     return run.path
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All that training needs, loaded and checked against each other."""
+
+    policy: Policy
+    rewards: list[NamedReward]
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    config: RLTTConfig
+
+
+def prepare(recipe: Recipe, console: Console) -> Ready:
+    """Load what a train recipe names, and refuse what cannot work, before anything is trained or written.
+
+    Raises:
+        UserError: as in `train`.
+    """
+    if recipe.rollout.engine == "vllm":
+        require_vllm()
+    rewards = load_rewards(recipe.rewards)
+    problems, held_out = load_split(recipe.data)
+    transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
+    chat = False if recipe.policy.new else recipe.data.chat_template
+    preflight(rewards, problems, TrainerState(), chat)
+    problems, held_out = gradable(recipe, problems, held_out, console)
+    set_seed(recipe.train.seed)
+    policy = load(recipe)
+    use_tokenizer(rewards, policy.tokenizer)
+    dataset = make_dataset(problems, recipe, policy, console, "training")
+    eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
+    check_columns(rewards, dataset.column_names)
+    check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
+    config = trainer_config(recipe, rewards)
+    check_trainable(policy.model, config, dataset)
+    return Ready(policy, rewards, dataset, eval_dataset, config)
 
 
 def pretrain(recipe: Recipe) -> Path:
@@ -267,7 +290,11 @@ def looplm_trainer(
 
 
 def make_trainer(
-    config: RLTTConfig, policy: Policy, dataset: Dataset, rewards: list[NamedReward], run: RunDirectory
+    config: RLTTConfig,
+    policy: Policy,
+    dataset: Dataset,
+    rewards: list[NamedReward],
+    rollout_writer: RolloutWriter | None = None,
 ) -> RLTTTrainer:
     """The trainer of a run."""
     return RLTTTrainer(
@@ -276,7 +303,7 @@ def make_trainer(
         config,
         dataset,
         processing_class=policy.tokenizer,
-        rollout_writer=run.write_rollouts,
+        rollout_writer=rollout_writer,
     )
 
 
@@ -338,6 +365,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:
         vllm_gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
         vllm_tensor_parallel_size=rollout.vllm_tensor_parallel_size,
         parity_tolerance=rollout.parity_tolerance,
+        parity_check_rollouts=rollout.parity_check_rollouts,
         max_steps=section.max_steps,
         learning_rate=section.learning_rate,
         lr_scheduler_type=section.lr_scheduler_type,

@@ -10,8 +10,8 @@ Shapes: B completions, C completion tokens, T loops.
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +30,10 @@ from ..objective import credit as credit_schemes
 from ..objective.advantage import equal_groups, group_advantages, mixed_groups
 from ..objective.kl import k3, kl_to_last_loop
 from ..objective.policy_loss import REDUCTION, reduce_tokens
-from ..rollout.parity import check_parity, measure_parity
+from ..rollout.record import recorded_log_probs
 from ..rollout.vllm import require_vllm
 from .config import RLTTConfig
+from .parity_gate import ParityGate, Turn
 from .token_means import TokenMeans
 
 # Called with the rows of each rollout: prompt, completion, gold, rewards, advantage, ….
@@ -111,6 +112,7 @@ class RLTTTrainer(GRPOTrainer):
         self.ref_model = self._prepare_reference(reference)
         if use_vllm:
             self._start_engine()
+        self.parity_gate = ParityGate(self, args.parity_check_rollouts)
         self.rollout_writer = rollout_writer
         self._token_means = {"train": TokenMeans(), "eval": TokenMeans()}
         self._loop_log_probs: Tensor | None = None
@@ -148,7 +150,11 @@ class RLTTTrainer(GRPOTrainer):
         )
         self.use_vllm = True
         self._last_loaded_step = -1  # the engine has no weights yet: TRL sends them before the first rollout
-        self._parity_checked = False
+
+    @property
+    def policy(self) -> LoopedForCausalLM:
+        """The looped model itself, without the wrappers of sharding."""
+        return self.accelerator.unwrap_model(self.model)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in transformers; learned credit logits become a group of their own with their own learning rate."""
@@ -164,11 +170,19 @@ class RLTTTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------------------------------------ rollout
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        # The seam for rollout engines. Sampling runs under the same autocast as scoring: one numeric path.
-        # An engine has its own dtype.
-        with self._timed("rollout"), nullcontext() if self.use_vllm else self.accelerator.autocast():
-            return super()._generate_single_turn(*args, **kwargs)
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        # The seam for rollout engines. Each gives the log-probs that it drew its tokens with.
+        with self._timed("rollout"):
+            if self.use_vllm:
+                completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                prompt_ids = self.vllm_generation.prompts_of_last_rollout
+            else:
+                # Sampling runs under the same autocast as scoring: one numeric path.
+                with self.accelerator.autocast(), recorded_log_probs(self.policy) as record:
+                    completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                log_probs = record.of(completions)
+        self.parity_gate.turns.append(Turn(prompt_ids, completions))
+        return completions, log_probs
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Float[Tensor, "B F"]:
         with self._timed("reward"):
@@ -182,12 +196,15 @@ class RLTTTrainer(GRPOTrainer):
         start = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
 
-        if self.use_vllm:
-            self._check_engine(batch, mode)
         if "old_per_token_logps" in batch:  # TRL asked for them through our scoring, which kept every loop
             batch["old_loop_log_probs"] = self._loop_log_probs
+            training = batch["old_per_token_logps"]
+        else:
+            training = self._last_loop_log_probs(self.model, batch, mode)
+        for name, value in self.parity_gate.check(batch, training, mode).items():
+            self._metrics[mode][name].append(value)
         if "ref_per_token_logps" not in batch:  # with beta = 0 TRL does not; the KL is measured all the same
-            batch["ref_per_token_logps"] = self._reference_log_probs(batch, mode)
+            batch["ref_per_token_logps"] = self._last_loop_log_probs(self.ref_model, batch, mode)
 
         assert self._rewards is not None
         rewards = total_reward(self._rewards, self.reward_weights.to(self._rewards.device))
@@ -214,35 +231,14 @@ class RLTTTrainer(GRPOTrainer):
         self._seconds.clear()
         return batch
 
-    def _check_engine(self, batch: dict[str, Any], mode: str) -> None:
-        """Compare the engine with the training path on this rollout; before the first update a gap stops the run.
-
-        Raises:
-            ParityError: the first rollout's log-probs differ by more than `RLTTConfig.parity_tolerance`.
-        """
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-        columns = (batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask.float())
-        # Each process has its own rollout; padded to one width they are compared as one.
-        wide = [self.accelerator.pad_across_processes(column, dim=1) for column in columns]
-        ours, theirs, counted = (self.accelerator.gather(column) for column in wide)
-        parity = measure_parity(ours, theirs, counted, self.args.parity_bound)
-        if not self._parity_checked:
-            check_parity(parity, self.args.parity_bound)
-            self._parity_checked = True
-        for name, value in asdict(parity).items():
-            self._metrics[mode][f"parity/{name}"].append(float(value))
-        masked = self.accelerator.gather((batch["importance_sampling_ratio"] == 0).float().mean()).mean()
-        self._metrics[mode]["parity/masked"].append(masked.item())
-
-    def _reference_log_probs(self, batch: dict[str, Any], mode: str) -> Float[Tensor, "B C"]:
+    @torch.no_grad()
+    def _last_loop_log_probs(self, model: Any, batch: dict[str, Any], mode: str) -> Float[Tensor, "B C"]:
         args = self.args
         size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        with torch.no_grad():
-            return self._get_per_token_logps_and_entropies(
-                self.ref_model, ids, mask, batch["completion_ids"].size(1), batch_size=size
-            )[0]
+        scores = self._score(model, ids, mask, batch["completion_ids"].size(1), batch_size=size, last_only=True)
+        return scores.log_probs[..., -1]
 
     def _write_rollouts(
         self, inputs: list[dict[str, Any]], rewards: Float[Tensor, " B"], solved: Float[Tensor, " B"], mode: str

@@ -33,8 +33,9 @@ class ColocatedEngine(VLLMGeneration):
     """
 
     def __init__(self, *, dtype: torch.dtype, seed: int, stop_token_ids: list[int], **options: Any) -> None:
-        self.dtype = dtype
+        self.compute_dtype = dtype
         self.seed = seed
+        self.prompts_of_last_rollout: list[list[int]] = []
         super().__init__(mode="colocate", generation_kwargs=_sampling(stop_token_ids), **options)
 
     def _init_vllm(self) -> None:
@@ -60,7 +61,7 @@ class ColocatedEngine(VLLMGeneration):
                 folder,
                 load_format="dummy",
                 skip_tokenizer_init=True,  # tokens in, tokens out: no second tokenizer
-                dtype=self.dtype,
+                dtype=self.compute_dtype,
                 seed=self.seed + accelerator.process_index // self.tensor_parallel_size,
                 tensor_parallel_size=self.tensor_parallel_size,
                 distributed_executor_backend="external_launcher",
@@ -74,13 +75,56 @@ class ColocatedEngine(VLLMGeneration):
         accelerator.wait_for_everyone()
 
     @property
-    def engine_model(self) -> torch.nn.Module:
+    def engine_model(self) -> Any:
         """The engine's own model."""
         return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine's weights are held in."""
+        return self.engine_model.lm_head.weight.dtype
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; the prompts are kept as the engine reports them."""
+        result = super().generate(*args, **kwargs)
+        self.prompts_of_last_rollout = [list(ids) for ids in result[0]]
+        return result
+
+    def stale_weights(self) -> list[str]:
+        """Names of the policy's weights of which the engine holds other values.
+
+        With tensor parallelism each process holds a part of most weights; only whole ones are compared.
+        """
+        own = dict(self.engine_model.named_parameters())
+        modules = dict(self.engine_model.named_modules())
+        packed = {
+            part: (name, index)
+            for name, parts in self.engine_model.packed_modules_mapping.items()
+            for index, part in enumerate(parts)
+        }
+
+        def held(name: str) -> torch.Tensor | None:
+            path, _, kind = name.rpartition(".")
+            block, _, last = path.rpartition(".")
+            if last not in packed:
+                return own.get(name)
+            whole, index = packed[last]
+            module = modules[f"{block}.{whole}"]
+            return getattr(module, kind).split(module.output_sizes)[index]
+
+        stale = []
+        for name, weight in self._iter_named_params():
+            mine = None if name.startswith("credit.") else held(name)
+            if mine is None or (self.tensor_parallel_size > 1 and mine.shape != weight.shape):
+                continue
+            mine = mine[: len(weight)] if weight.dim() else mine  # vLLM pads vocabularies
+            if not torch.equal(mine, weight.to(mine)):
+                stale.append(name)
+        return stale
+
     def sync_weights(self) -> None:
         """Send every weight, one tensor at a time, and drop what the engine has cached of the old ones."""
-        model: Any = self.engine_model
+        model = self.engine_model
         loaded: set[str] = set()
         for name, weight in self._iter_named_params():
             loaded |= model.load_weights([(name, weight)])
