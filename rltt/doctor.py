@@ -80,9 +80,9 @@ class Report:
             lines.append("its log-probs against the policy read at each depth (a sample of the last rollout):")
             lines += [f"{f'depth {t}':>16}: {parity}" for t, parity in enumerate(last.depths, start=1)]
         if self.culprit is None:
-            return "\n".join([*lines, "rollout and training see the same policy"])
+            return "\n".join([*lines, "rollout and training agree"])
         causes = [str(finding) for finding in self.findings] or [str(last)]
-        return "\n".join([*lines, f"rollout and training do not see the same policy; culprit: {self.culprit}", *causes])
+        return "\n".join([*lines, f"rollout and training differ; culprit: {self.culprit}", *causes])
 
 
 def doctor(recipe: Recipe, console: Console) -> Report:
