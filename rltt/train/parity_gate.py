@@ -102,9 +102,11 @@ class ParityGate:
         elif wrong:
             assert diagnosis is not None
             raise ParityError(
-                f"rollout and training differ; culprit: {diagnosis.culprit or 'unknown'}\n{diagnosis}\n"
-                f"measured: {parity}, tolerance {setting.tolerance:g}\nTraining on such rollouts would optimise another model than the one "
-                "that samples. `rltt doctor` measures this alone; rollout.parity_tolerance sets another bound"
+                f"rollout and training differ; culprit: {diagnosis.culprit or 'unknown'}\n"
+                f"{diagnosis}\n"
+                f"measured: {parity}, tolerance {setting.tolerance:g}\n"
+                "Training on such rollouts would optimise another model than the one that samples. `rltt doctor` "
+                "measures this alone; rollout.parity_tolerance sets another bound"
             )
 
     def _diagnose(self, rows: Sequence[Sampled], setting: Setting) -> Diagnosis:
