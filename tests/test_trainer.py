@@ -343,7 +343,6 @@ UNSAFE_VALUES = {
     "cache_implementation": "static",
     "use_transformers_continuous_batching": True,
     "use_liger_kernel": True,
-    "vllm_mode": "server",
     "vllm_importance_sampling_correction": False,
     "vllm_enable_sleep_mode": True,
     "vllm_structured_outputs_regex": "a+",

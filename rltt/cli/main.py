@@ -12,6 +12,7 @@ from rltt.cli.doctor import doctor
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
 from rltt.cli.reward import reward
+from rltt.cli.serve import serve
 from rltt.cli.train import train
 from rltt.errors import UserError
 
@@ -57,6 +58,7 @@ def _options(
 
 for command in (train, doctor, pretrain, convert):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)
 app.command("check-data")(check_data)
 app.add_typer(reward, name="reward")

@@ -268,7 +268,7 @@ class RolloutSection(Section):
     """How completions are sampled."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """Who generates: 'hf' is generate() on the policy itself, 'vllm' a vLLM engine inside the training process."""
+    """Who generates: 'hf' is generate() on the policy itself, 'vllm' a vLLM engine."""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each prompt: the group."""
     temperature: Positive = 1.0
@@ -279,15 +279,19 @@ class RolloutSection(Section):
     """Largest log-prob difference between rollout and training at a check; null: 1e-4 in fp32, 0.5 in bf16."""
     parity_check_rollouts: Count = 10
     """Rollouts from one parity check to the next. The first is always checked, and every one is measured."""
+    vllm_server: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Address of an `rltt serve` on other GPUs; null: the engine runs inside the training process (engine: vllm)."""
     vllm_gpu_memory_utilization: Fraction = 0.3
-    """Share of the GPU's memory for the engine (engine: vllm)."""
+    """Share of the GPU's memory for an engine inside the training process (engine: vllm)."""
     vllm_tensor_parallel_size: Count = 1
-    """Processes that one engine is spread over (engine: vllm)."""
+    """Training processes that one engine inside of them is spread over (engine: vllm)."""
 
     def problems(self) -> Iterator[Problem]:
+        colocated = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
         if self.engine != "vllm":
-            keys = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
-            yield from self.idle(*keys, unless="engine is 'vllm'")
+            yield from self.idle("vllm_server", *colocated, unless="engine is 'vllm'")
+        elif self.vllm_server is not None:
+            yield from self.idle(*colocated, unless="the engine runs inside the training process (no vllm_server)")
 
 
 class TrainSection(Section):

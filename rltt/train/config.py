@@ -28,7 +28,6 @@ _UNSAFE: tuple[tuple[str, Any, str], ...] = (
         "its cache has one slot a layer, not one a loop",
     ),
     ("use_liger_kernel", False, "it patches model classes by family and does not know the looped ones"),
-    ("vllm_mode", "colocate", "only engines inside the training process are supported so far"),
     ("vllm_importance_sampling_correction", True, "parity is measured on the log-probs that it compares"),
     ("vllm_enable_sleep_mode", False, "the engine's weights have to stay where they are synced to"),
     ("vllm_structured_outputs_regex", None, _OTHER_SAMPLER),

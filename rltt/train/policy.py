@@ -74,19 +74,26 @@ def make_dataset(problems: list[Problem], recipe: Recipe, policy: Policy, consol
     return dataset
 
 
-def check_lengths(recipe: Recipe, policy: Policy, datasets: list[Dataset]) -> None:
-    """Refuse prompts that with a full completion would run over the model's positions: they would train silently."""
+def check_lengths(recipe: Recipe, policy: Policy, datasets: list[Dataset]) -> int:
+    """How many tokens the longest prompt has together with a full completion.
+
+    Raises:
+        DataError: more than the model has positions: it would train silently.
+    """
     positions = policy.model.config.max_position_embeddings
+    most = 0
     for dataset in datasets:
         lengths = [len(ids) for ids in prompt_ids(dataset["prompt"][:], policy.tokenizer)]
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         needed = lengths[longest] + recipe.rollout.max_completion_length
+        most = max(most, needed)
         if needed > positions:
             raise DataError(
                 f"{dataset[longest]['row']}: the prompt has {lengths[longest]} tokens and with "
                 f"rollout.max_completion_length = {recipe.rollout.max_completion_length} needs {needed} positions, but "
                 f"the model has {positions}; lower it or set data.max_prompt_length"
             )
+    return most
 
 
 def describe_policy(policy: Policy, console: Console) -> None:

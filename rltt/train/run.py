@@ -130,8 +130,8 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     dataset = make_dataset(problems, recipe, policy, console, "training")
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
     check_columns(rewards, dataset.column_names)
-    check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
-    config = trainer_config(recipe, rewards)
+    longest = check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
+    config = trainer_config(recipe, rewards, longest)
     check_trainable(policy.model, config, dataset)
     return Ready(policy, rewards, dataset, eval_dataset, config)
 
@@ -334,8 +334,8 @@ def unscored_told_once() -> Iterator[None]:
         logger.removeFilter(passes)
 
 
-def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:
-    """The recipe in TRL's terms."""
+def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int) -> RLTTConfig:
+    """The recipe in TRL's terms; `longest` is how many tokens a prompt and its completion can have."""
     objective, rollout, section = recipe.objective, recipe.rollout, recipe.train
     micro_batch = section.per_device_train_batch_size or rollout.num_generations
     accumulation = section.prompts_per_step * rollout.num_generations // micro_batch
@@ -361,7 +361,9 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward]) -> RLTTConfig:
         steps_per_generation=accumulation * section.updates_per_rollout,
         num_iterations=section.num_iterations,
         use_vllm=rollout.engine == "vllm",
-        vllm_mode="colocate",
+        vllm_mode="colocate" if rollout.vllm_server is None else "server",
+        vllm_server_base_url=rollout.vllm_server,
+        vllm_max_model_length=longest,
         vllm_gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
         vllm_tensor_parallel_size=rollout.vllm_tensor_parallel_size,
         parity_tolerance=rollout.parity_tolerance,

@@ -129,25 +129,39 @@ class RLTTTrainer(GRPOTrainer):
         return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def _start_engine(self) -> None:
-        """A vLLM engine of this policy inside this process; TRL's plumbing samples from it from now on."""
+        """A vLLM engine of this policy; TRL's plumbing samples from it from now on."""
         require_vllm()
         from ..rollout.vllm.engine import ColocatedEngine
+        from ..rollout.vllm.server import ServerEngine
 
         args = self.args
-        self.vllm_generation = ColocatedEngine(
-            model=self.model,
-            accelerator=self.accelerator,
-            processing_class=self.processing_class,
-            dtype=args.compute_dtype,
-            seed=args.seed,
-            stop_token_ids=list(self.eos_token_ids),
-            tensor_parallel_size=args.vllm_tensor_parallel_size,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            max_model_length=args.vllm_max_model_length,
-            max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-            temperature=self.temperature,
-            max_completion_length=self.max_completion_length,
-        )
+        common: dict[str, Any] = {
+            "model": self.model,
+            "accelerator": self.accelerator,
+            "processing_class": self.processing_class,
+            "dtype": args.compute_dtype,
+            "stop_token_ids": list(self.eos_token_ids),
+            "temperature": self.temperature,
+            "max_completion_length": self.max_completion_length,
+        }
+        if args.vllm_mode == "server":
+            self.vllm_generation = ServerEngine(
+                **common,
+                loops=self.policy.loop_spec.loops,
+                server_base_url=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+                server_timeout=args.vllm_server_timeout,
+                group_port=args.vllm_group_port,
+            )
+        else:
+            parallel = args.vllm_tensor_parallel_size
+            self.vllm_generation = ColocatedEngine(
+                **common,
+                seed=args.seed,
+                tensor_parallel_size=parallel,
+                gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                max_model_length=args.vllm_max_model_length,
+                max_num_seqs=args.per_device_train_batch_size * parallel * args.steps_per_generation,
+            )
         self.use_vllm = True
         self._last_loaded_step = -1  # the engine has no weights yet: TRL sends them before the first rollout
 

@@ -1,4 +1,4 @@
-"""Rollouts from a vLLM engine inside the training process, over TRL's own plumbing.
+"""A vLLM engine inside the training process, over TRL's own plumbing.
 
 TRL gathers weights (DDP, ZeRO-3) and cuts batches; what is decided here is that the engine is the policy as it is in
 memory. It starts from the model's configuration with random weights and gets every weight from the trainer before its
@@ -19,24 +19,49 @@ from ...errors import PolicyError
 from .cpu import prepare_environment
 
 
-class ColocatedEngine(VLLMGeneration):
-    """TRL's colocated vLLM for a looped policy.
+class Engine(VLLMGeneration):
+    """TRL's plumbing around a vLLM engine: what every engine of a looped policy is told.
 
     Args:
-        dtype: of the engine's weights: what the training path computes in.
-        seed: of the engine's sampling.
-        stop_token_ids: what ends a completion.
+        dtype: what the training path computes in.
+        stop_token_ids: what ends a completion. The engine has no tokenizer of its own (tokens in, tokens out) and would
+            know no end of text: the tokens that stop the training path's `generate` stop it too.
+        generation_kwargs: further sampling parameters.
         options: those of TRL's `VLLMGeneration`.
+
+    Attributes:
+        prompts_of_last_rollout: token ids as the engine reports them.
+    """
+
+    def __init__(
+        self, *, dtype: torch.dtype, stop_token_ids: list[int], generation_kwargs: dict[str, Any], **options: Any
+    ) -> None:
+        self.compute_dtype = dtype
+        self.prompts_of_last_rollout: list[list[int]] = []
+        sampling = {"stop_token_ids": stop_token_ids, "ignore_eos": True, **generation_kwargs}
+        super().__init__(generation_kwargs=sampling, **options)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; the prompts are kept."""
+        result = super().generate(*args, **kwargs)
+        self.prompts_of_last_rollout = [list(ids) for ids in result[0]]
+        return result
+
+
+class ColocatedEngine(Engine):
+    """vLLM inside the training process, which shares its device.
+
+    Args:
+        seed: of the engine's sampling.
+        options: those of `Engine`.
 
     Raises:
         PolicyError: after a sync, a weight of the engine was never sent.
     """
 
-    def __init__(self, *, dtype: torch.dtype, seed: int, stop_token_ids: list[int], **options: Any) -> None:
-        self.compute_dtype = dtype
+    def __init__(self, *, seed: int, **options: Any) -> None:
         self.seed = seed
-        self.prompts_of_last_rollout: list[list[int]] = []
-        super().__init__(mode="colocate", generation_kwargs=_sampling(stop_token_ids), **options)
+        super().__init__(mode="colocate", generation_kwargs={"detokenize": False}, **options)
 
     def _init_vllm(self) -> None:
         prepare_environment()
@@ -84,12 +109,6 @@ class ColocatedEngine(VLLMGeneration):
         """What the engine's weights are held in."""
         return self.engine_model.lm_head.weight.dtype
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; the prompts are kept as the engine reports them."""
-        result = super().generate(*args, **kwargs)
-        self.prompts_of_last_rollout = [list(ids) for ids in result[0]]
-        return result
-
     def stale_weights(self) -> list[str]:
         """Names of the policy's weights of which the engine holds other values.
 
@@ -133,8 +152,3 @@ class ColocatedEngine(VLLMGeneration):
                 f"the vLLM engine got no value for {', '.join(missing)}: it would sample from other weights"
             )
         self.llm.reset_prefix_cache()
-
-
-def _sampling(stop_token_ids: list[int]) -> dict[str, Any]:
-    # Without a tokenizer vLLM knows no end of text: the tokens that stop the training path's `generate` stop it too.
-    return {"stop_token_ids": stop_token_ids, "ignore_eos": True, "detokenize": False}
