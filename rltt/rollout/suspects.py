@@ -90,13 +90,13 @@ class Setting:
 
 
 class EngineWeights(Protocol):
-    """An engine whose memory can be looked into."""
+    """What an engine tells about the weights that it holds."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def stale_weights(self) -> list[str]:
-        """Names of the policy's weights that the engine holds other values of."""
+    def stale_weights(self) -> list[str] | None:
+        """Names of the policy's weights that the engine holds other values of; None if its memory is out of reach."""
         ...
 
 
@@ -144,6 +144,8 @@ def diagnose(
             if (finding := reference.explain(path)) is not None
             and finding.culprit not in {earlier.culprit for earlier in findings}
         ]
+    if engine is not None and not findings:
+        findings += unseen_weights(engine, reference)
     return Diagnosis(tuple(findings), reference.parity_by_depth())
 
 
@@ -208,6 +210,15 @@ def other_weights(engine: EngineWeights, setting: Setting) -> Iterator[Finding]:
         yield Finding("dtype", f"the engine computes in {engine.dtype}, the training path in {setting.compute_dtype}")
 
 
+def unseen_weights(engine: EngineWeights, reference: "Reference") -> Iterator[Finding]:
+    """What is left when nothing else explains the engine's log-probs and its weights cannot be compared."""
+    if engine.stale_weights() is None and reference.departs("rollout"):
+        yield Finding(
+            "stale weights",
+            "nothing else explains the engine's log-probs, and its weights cannot be looked at from here",
+        )
+
+
 # -------------------------------------------------------------------------------------------------- explanations
 
 
@@ -264,11 +275,15 @@ class Reference:
         tolerance = self.setting.tolerance
         return tuple(measure_parity(self.by_depth[:, t], rollout, every, tolerance) for t in range(self.loops))
 
+    def departs(self, path: Path) -> bool:
+        """Whether this path's numbers are not the reference's."""
+        return self._differ(self.columns[path], self.last)
+
     def explain(self, path: Path) -> Finding | None:
         """Why this path's numbers are not the reference's; None when they are, or when nothing explains it."""
-        column = self.columns[path]
-        if not self._differ(column, self.last):
+        if not self.departs(path):
             return None
+        column = self.columns[path]
         suspects = (self._depth, self._adaptive_exit, self._temperature, self._truncation, self._padding, self._dtype)
         return next((finding for suspect in suspects if (finding := suspect(path, column)) is not None), None)
 

@@ -2,6 +2,7 @@
 
 models.py   the looped families as native vLLM models
 engine.py   an engine inside the training process, over TRL's plumbing
+server.py   vLLM's server on other GPUs, and the trainer's end of it
 cpu.py      what vLLM's CPU build needs so that weights can be synced
 
 With rltt installed, `vllm serve ByteDance/Ouro-1.4B` and `LLM("ByteDance/Ouro-1.4B")` work without remote code.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
@@ -50,17 +51,27 @@ class ServerEngine(Engine):
         try:
             self.vllm_client = VLLMClient(url, group_port=self.group_port, connection_timeout=self.server_timeout)
             self._served = self.vllm_client.get_server_info()
-        except (ConnectionError, RuntimeError) as error:
-            raise UserError(f"rollout.vllm_server: {error} Start one with `rltt serve`, and the same recipe") from error
-        self._check()
-        if self.accelerator.device.type != "cuda":
+        except requests.exceptions.ConnectionError as error:
             raise UserError(
-                f"rollout.vllm_server: the policy is on {self.accelerator.device.type}, and its weights reach a server "
-                "over NCCL, between GPUs; remove the key to run the engine inside the training process"
+                f"rollout.vllm_server: no vLLM server answered at {url} for {self.server_timeout:g} seconds; start one "
+                "with `rltt serve`, and the same recipe"
+            ) from error
+        except RuntimeError as error:  # a server, but without the endpoints that TRL needs
+            raise UserError(f"rollout.vllm_server: {error}; start it with `rltt serve`, and the same recipe") from error
+        self._check()
+        self._open_weight_channel()
+
+    def _open_weight_channel(self) -> None:
+        device = self.accelerator.device
+        if device.type != "cuda":
+            raise UserError(
+                f"rollout.vllm_server: the policy is on {device.type}, and its weights reach a server over NCCL, "
+                "between GPUs; remove the key to run the engine inside the training process"
             )
-        self.vllm_client.init_communicator(device=self.accelerator.device)
+        self.vllm_client.init_communicator(device=device)
 
     def _check(self) -> None:
+        """That the server computes what the training path does, as far as its configuration tells."""
         model = self._served["model_config"]
         found = {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -80,9 +91,9 @@ class ServerEngine(Engine):
         """What the server computes in."""
         return getattr(torch, self._served["model_config"]["dtype"].removeprefix("torch."))
 
-    def stale_weights(self) -> list[str]:
-        """Nothing: a server's memory cannot be looked into."""
-        return []
+    def stale_weights(self) -> None:
+        """A server's memory is out of reach."""
+        return
 
 
 def serve(policy: LoopedForCausalLM, dtype: torch.dtype, options: Sequence[str]) -> int:
