@@ -153,5 +153,5 @@ def test_a_server_of_another_recipe_is_refused(checkpoint: Path, tmp_path: Path,
 
 
 def test_a_server_that_does_not_answer_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no vLLM server answered at http://127.0.0.1:9 for 0 seconds; start one"):
+    with pytest.raises(UserError, match=r"no vLLM server answered at http://127\.0\.0\.1:9 for 0 seconds; start one"):
         make_trainer(checkpoint, tmp_path, "http://127.0.0.1:9", vllm_server_timeout=0.0)
