@@ -325,6 +325,12 @@ class TrainSection(Section):
     """Recompute activations in backward to save memory."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute type; weights are fp32 always, 'auto' is bf16 autocast on a GPU, fp32 on a CPU."""
+    sharding: Literal["none", "ddp", "zero2", "zero3"] = "ddp"
+    """How processes share the work: a whole copy each (ddp), or DeepSpeed's ZeRO-2 or 3; none: one process only."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Keep the optimizer's state, or weights and optimizer, in the CPU's memory (sharding: zero2, zero3)."""
+    deepspeed: LocalPath | None = None
+    """DeepSpeed's own JSON, in place of the one made from sharding and offload."""
     seed: Whole = 0
     """Seed of everything random in the run."""
     save_steps: Count | None = None
@@ -337,6 +343,12 @@ class TrainSection(Section):
             yield from self.idle("warmup_steps", unless="lr_scheduler_type is another, such as constant_with_warmup")
         if self.save_steps is None:
             yield from self.idle("save_total_limit", unless="save_steps is given")
+        if self.sharding not in ("zero2", "zero3"):
+            yield from self.idle("offload", "deepspeed", unless="sharding is zero2 or zero3")
+        elif self.offload == "parameters" and self.sharding != "zero3":
+            yield "offload", "'parameters' needs sharding: zero3; with zero2 each process uses all of its weights"
+        elif self.deepspeed is not None:
+            yield from self.idle("offload", unless="train.deepspeed is not given: offloading is part of that file")
 
 
 class EvaluateSection(Section):

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import TrainerState, TrainingArguments, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..data import arithmetic_tokenizer, load_split
@@ -23,6 +23,7 @@ from ..data.problems import Problem
 from ..errors import PolicyError, RecipeError
 from ..evaluate import EvalResult, evaluate_policy
 from ..models.load import load_config, load_policy, stop_token_ids
+from ..processes import is_main, wait_for_everyone
 from ..recipe import Recipe
 from ..rewards import load_rewards
 from ..rewards.golds import gold_checks, without_bad_golds
@@ -46,6 +47,16 @@ from .policy import (
 )
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 from .run_directory import RunDirectory, check_free, checkpoints_of
+from .sharding import (
+    can_save_alone,
+    deepspeed_config,
+    join_processes,
+    sampling,
+    share,
+    use_config_of,
+    whole_state_dict,
+    whole_weights,
+)
 from .trainer import RLTTTrainer, RolloutWriter, check_trainable
 
 # Training prompts on which a warm start measures its solve rate.
@@ -60,7 +71,7 @@ def train(recipe: Recipe) -> Path:
     """
     recipe.require("train")
     check_free(recipe.run_directory)
-    console = Console()
+    console = make_console()
     ready = prepare(recipe, console)
     policy, rewards, dataset, eval_dataset = ready.policy, ready.rewards, ready.dataset, ready.eval_dataset
     responses = None if recipe.pretrain is None else learnable(policy, dataset)
@@ -73,10 +84,11 @@ def train(recipe: Recipe) -> Path:
             policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
+        trainer: RLTTTrainer | None = None
 
         def evaluate(seed: int) -> EvalResult:
             assert eval_dataset is not None
-            return measure(recipe, policy, eval_dataset, rewards[0], seed)
+            return measure(recipe, policy, eval_dataset, rewards[0], seed, trainer)
 
         if eval_dataset is not None and recipe.evaluate.before:
             before = evaluate(recipe.train.seed)
@@ -89,8 +101,11 @@ def train(recipe: Recipe) -> Path:
         try:
             with unscored_told_once():
                 trainer.train()
-        finally:  # also after Ctrl-C or an error: what has been learned so far is kept
-            save_trained(trainer, policy, run)
+        except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
+            if can_save_alone(trainer):
+                save_trained(trainer, policy, run)
+            raise
+        save_trained(trainer, policy, run)
 
         if eval_dataset is not None and recipe.evaluate.after:
             after = evaluate(recipe.train.seed + 1)
@@ -116,6 +131,7 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     Raises:
         UserError: as in `train`.
     """
+    join_processes(recipe.train)
     if recipe.rollout.engine == "vllm":
         require_vllm()
     rewards = load_rewards(recipe.rewards)
@@ -131,7 +147,7 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
     check_columns(rewards, dataset.column_names)
     longest = check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
-    config = trainer_config(recipe, rewards, longest)
+    config = trainer_config(recipe, rewards, longest, policy.model.num_parameters())
     check_trainable(policy.model, config, dataset)
     return Ready(policy, rewards, dataset, eval_dataset, config)
 
@@ -143,9 +159,10 @@ def pretrain(recipe: Recipe) -> Path:
         UserError: as in `train`.
     """
     recipe.require("pretrain")
+    join_processes(recipe.train)
     check_free(recipe.run_directory)
     problems, _ = load_split(recipe.data)
-    console = Console()
+    console = make_console()
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     set_seed(recipe.train.seed)
     policy = load(recipe)
@@ -156,9 +173,11 @@ def pretrain(recipe: Recipe) -> Path:
         trainer = looplm_trainer(recipe, policy, responses, run, console)
         try:
             trainer.train()
-        finally:
-            run.update_summary(steps=trainer.state.global_step)
-            run.save_policy(unwrapped(trainer), policy.tokenizer)
+        except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
+            if can_save_alone(trainer):
+                save_pretrained(trainer, policy, run, "policy", "steps")
+            raise
+        save_pretrained(trainer, policy, run, "policy", "steps")
     return run.path
 
 
@@ -221,7 +240,8 @@ def warm_start(
         sample = dataset.select(range(0, len(dataset), stride)[:WARM_START_PROMPTS])
 
         def reached(step: int) -> bool:
-            result = measure(recipe, Policy(unwrapped(trainer), policy.tokenizer), sample, reward, seed=step)
+            model = Policy(unwrapped(trainer), policy.tokenizer)
+            result = measure(recipe, model, sample, reward, seed=step, trainer=trainer)
             console.print(
                 f"warm start step {step}: solve rate on training prompts {result}", highlight=False, soft_wrap=True
             )
@@ -231,13 +251,21 @@ def warm_start(
     try:
         trainer.train()
     except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
-        run.update_summary(pretrain_steps=trainer.state.global_step)
-        run.save_policy(unwrapped(trainer), policy.tokenizer)
+        if can_save_alone(trainer):
+            save_pretrained(trainer, policy, run, "policy", "pretrain_steps")
         raise
-    run.update_summary(pretrain_steps=trainer.state.global_step)
-    run.save_policy(unwrapped(trainer), policy.tokenizer, "start")
-    started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
+    save_pretrained(trainer, policy, run, "start", "pretrain_steps")
+    wait_for_everyone()
+    with whole_weights():
+        started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
     return Policy(started, policy.tokenizer)
+
+
+def save_pretrained(trainer: LoopLMTrainer, policy: Policy, run: RunDirectory, name: str, steps: str) -> None:
+    """The policy of the LoopLM objective as it is now, and how many updates made it."""
+    model = unwrapped(trainer)
+    run.update_summary(**{steps: trainer.state.global_step})
+    run.save_policy(model, policy.tokenizer, name, whole_state_dict(trainer, model))
 
 
 def learnable(policy: Policy, dataset: Dataset) -> Dataset:
@@ -253,12 +281,14 @@ def looplm_trainer(
     """The trainer of the LoopLM objective, with its console and its metrics file."""
     section = recipe.pretrain
     assert section is not None
-    micro_batch = section.per_device_train_batch_size or section.batch_size
+    micro_batch, accumulation = share(
+        section.batch_size, section.per_device_train_batch_size or section.batch_size, "pretrain.batch_size"
+    )
     args = TrainingArguments(
         output_dir=str(checkpoints_of(run.path)),
         max_steps=section.max_steps,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=section.batch_size // micro_batch,
+        gradient_accumulation_steps=accumulation,
         learning_rate=section.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=section.warmup_steps,
@@ -273,7 +303,9 @@ def looplm_trainer(
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed_config(recipe.train, policy.model.num_parameters()),
     )
+    use_config_of(args)
     trainer = LoopLMTrainer(
         policy.model,
         beta=section.beta,
@@ -334,11 +366,19 @@ def unscored_told_once() -> Iterator[None]:
         logger.removeFilter(passes)
 
 
-def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int) -> RLTTConfig:
-    """The recipe in TRL's terms; `longest` is how many tokens a prompt and its completion can have."""
+def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, parameters: int) -> RLTTConfig:
+    """The recipe in TRL's terms.
+
+    Args:
+        longest: how many tokens a prompt and its completion can have.
+        parameters: of the policy.
+    """
     objective, rollout, section = recipe.objective, recipe.rollout, recipe.train
-    micro_batch = section.per_device_train_batch_size or rollout.num_generations
-    accumulation = section.prompts_per_step * rollout.num_generations // micro_batch
+    micro_batch, accumulation = share(
+        section.prompts_per_step * rollout.num_generations,
+        section.per_device_train_batch_size or rollout.num_generations,
+        "train.prompts_per_step * rollout.num_generations",
+    )
     return RLTTConfig(
         output_dir=str(checkpoints_of(recipe.run_directory)),
         credit=objective.credit,
@@ -387,33 +427,51 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int) -> 
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed_config(section, parameters),
     )
 
 
 def save_trained(trainer: RLTTTrainer, policy: Policy, run: RunDirectory) -> None:
     """The policy as it is now, and how many updates made it."""
     model = unwrapped(trainer)
-    credit = None if model.credit is None else model.credit().tolist()
-    model.credit = None  # weights of the objective, not of the policy: no engine would know the key
+    weights = whole_state_dict(trainer, model)
+    credit = None
+    if model.credit is not None:
+        if weights:
+            model.credit.logits = torch.nn.Parameter(weights.pop("credit.logits"))
+        credit = model.credit().tolist() if is_main() else None
+        model.credit = None  # weights of the objective, not of the policy: no engine would know the key
     run.update_summary(steps=trainer.state.global_step, **({} if credit is None else {"credit": credit}))
-    run.save_policy(model, policy.tokenizer)
+    run.save_policy(model, policy.tokenizer, weights=weights)
 
 
-def measure(recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, seed: int) -> EvalResult:
-    """Solve rate of the policy as it is now, sampled as the recipe's `evaluate` section says."""
+def measure(
+    recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, seed: int, trainer: Trainer | None = None
+) -> EvalResult:
+    """Solve rate of the policy as it is now, sampled as the recipe's `evaluate` section says.
+
+    Args:
+        trainer: that of the policy, once there is one: it may have split the weights.
+    """
     section = recipe.evaluate
-    return evaluate_policy(
-        policy.model,
-        policy.tokenizer,
-        dataset,
-        reward,
-        num_generations=section.num_generations,
-        temperature=recipe.rollout.temperature if section.temperature is None else section.temperature,
-        max_completion_length=recipe.rollout.max_completion_length,
-        batch_size=section.batch_size,
-        stop_token_ids=stop_token_ids(policy.model, policy.tokenizer, uses_chat(recipe, policy.tokenizer)),
-        seed=seed,
-    )
+    with sampling(trainer):
+        return evaluate_policy(
+            policy.model,
+            policy.tokenizer,
+            dataset,
+            reward,
+            num_generations=section.num_generations,
+            temperature=recipe.rollout.temperature if section.temperature is None else section.temperature,
+            max_completion_length=recipe.rollout.max_completion_length,
+            batch_size=section.batch_size,
+            stop_token_ids=stop_token_ids(policy.model, policy.tokenizer, uses_chat(recipe, policy.tokenizer)),
+            seed=seed,
+        )
+
+
+def make_console() -> Console:
+    """The console of a run, on which only the main process speaks."""
+    return Console(quiet=not is_main())
 
 
 @contextmanager
@@ -425,7 +483,9 @@ def recorded(run: RunDirectory) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         run.close("interrupted")
-        Console(stderr=True).print(f"interrupted; what was learned is in {run.path}", highlight=False, soft_wrap=True)
+        if is_main():
+            told = f"interrupted; what was learned is in {run.path}"
+            Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         raise
     except BaseException as error:
         run.close("failed", error=f"{type(error).__name__}: {error}")
