@@ -48,12 +48,12 @@ from .policy import (
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 from .run_directory import RunDirectory, check_free, checkpoints_of
 from .sharding import (
+    begin_trainer,
     can_save_alone,
     deepspeed_config,
     join_processes,
     sampling,
     share,
-    use_config_of,
     whole_state_dict,
     whole_weights,
 )
@@ -303,9 +303,10 @@ def looplm_trainer(
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=policy.model.loop_spec.loops == 1,  # whose gate has nothing to decide
         deepspeed=deepspeed_config(recipe.train, policy.model.num_parameters()),
     )
-    use_config_of(args)
+    begin_trainer(args)
     trainer = LoopLMTrainer(
         policy.model,
         beta=section.beta,
@@ -427,6 +428,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,  # what has no gradient is frozen
         deepspeed=deepspeed_config(section, parameters),
     )
 
@@ -480,6 +482,8 @@ def recorded(run: RunDirectory) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
+            # DeepSpeed calls collectives by names that torch has replaced: a line for each kind and process.
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
     except KeyboardInterrupt:
         run.close("interrupted")

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from trl.models import unwrap_model_for_generation
 
 from ..errors import RecipeError
@@ -63,6 +64,7 @@ def deepspeed_config(section: TrainSection, parameters: int) -> dict[str, Any] |
             "stage3_prefetch_bucket_size": "auto",
             "stage3_max_live_parameters": parameters,
             "stage3_max_reuse_distance": parameters,
+            "stage3_gather_16bit_weights_on_model_save": True,  # checkpoints hold a model that loads anywhere
         }
     if section.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -179,18 +181,20 @@ def whole_weights() -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = config
 
 
-def use_config_of(args: Any) -> None:
-    """Make the DeepSpeed configuration of these training arguments the one that transformers and TRL ask for.
+def begin_trainer(args: TrainingArguments) -> None:
+    """Make these arguments' layout the one that accelerate, transformers and TRL ask for: before a trainer is made.
 
-    They keep it in a global, which an earlier trainer in the same process (the warm start's) has left behind.
+    They keep it in globals, in which an earlier trainer of the process (the warm start's) has left its own.
     """
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+    AcceleratorState._reset_state()
     config = getattr(args, "hf_deepspeed_config", None)
-    if config is None:
-        unset_hf_deepspeed_config()
-    else:
+    if config is not None:
         set_hf_deepspeed_config(config)
+    elif args.deepspeed_plugin is None:
+        unset_hf_deepspeed_config()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from ..rollout.record import recorded_log_probs
 from ..rollout.vllm import require_vllm
 from .config import RLTTConfig
 from .parity_gate import ParityGate, Turn
-from .sharding import use_config_of
+from .sharding import begin_trainer
 from .token_means import TokenMeans
 
 # Called with the rows of each rollout: prompt, completion, gold, rewards, advantage, ….
@@ -92,7 +92,7 @@ class RLTTTrainer(GRPOTrainer):
         if args is None:
             args = RLTTConfig(f"{model.config._name_or_path.split('/')[-1]}-RLTT")
         check_trainable(model, args, train_dataset, **kwargs)
-        use_config_of(args)
+        begin_trainer(args)
         prepare_gradients(model, args)
         drop_generation_defaults(model)
         # A copy of what is in memory. TRL would load the path in the configuration once more, which after an edit or
