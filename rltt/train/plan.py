@@ -121,6 +121,7 @@ def plan(
     train_rows: int | None,
     *,
     precision: Literal["fp32", "bf16"] | None = None,
+    processes: int = 1,
 ) -> Plan:
     """Work out what `recipe` amounts to.
 

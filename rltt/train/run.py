@@ -199,7 +199,7 @@ def gradable(
     )
 
 
-def describe(recipe: Recipe) -> str:
+def describe(recipe: Recipe, processes: int = 1) -> str:
     """What a recipe amounts to, without loading weights: for `--dry-run`."""
     load_rewards(recipe.rewards)
     notes, rows, config = [], None, None
@@ -215,7 +215,7 @@ def describe(recipe: Recipe) -> str:
     except PolicyError as error:
         notes.append(f"note: {error}")
     precision: Literal["bf16", "fp32"] = "bf16" if bf16(recipe) else "fp32"
-    amounts = plan(recipe, None if config is None else config.to_dict(), rows, precision=precision)
+    amounts = plan(recipe, None if config is None else config.to_dict(), rows, precision=precision, processes=processes)
     return "\n".join([amounts.render(), *notes])
 
 
