@@ -22,6 +22,7 @@ from ..data import arithmetic_tokenizer, load_split
 from ..data.problems import Problem
 from ..errors import PolicyError, RecipeError
 from ..evaluate import EvalResult, evaluate_policy
+from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
 from ..processes import is_main, wait_for_everyone
 from ..recipe import Recipe
@@ -95,7 +96,8 @@ def train(recipe: Recipe) -> Path:
             run.update_summary(eval_before=before.to_dict())
             console.print(f"held-out before: {before}", highlight=False)
 
-        trainer = make_trainer(ready.config, policy, dataset, rewards, run.write_rollouts)
+        adapted = with_lora(recipe, policy, run)
+        trainer = make_trainer(ready.config, adapted, dataset, rewards, run.write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
         try:
@@ -134,6 +136,8 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     join_processes(recipe.train)
     if recipe.rollout.engine == "vllm":
         require_vllm()
+    if recipe.policy.lora is not None:
+        require_peft()
     rewards = load_rewards(recipe.rewards)
     problems, held_out = load_split(recipe.data)
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
@@ -340,6 +344,20 @@ def make_trainer(
     )
 
 
+def with_lora(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
+    """The policy as RL trains it: with adapters where the recipe asks for them."""
+    lora = recipe.policy.lora
+    if lora is None:
+        return policy
+    start = run.path / "start"  # what is not simply the recipe's checkpoint
+    moved = recipe.pretrain is not None or recipe.policy.path is None or recipe.policy.convert is not None
+    base = str(start.resolve()) if moved else str(recipe.policy.path)
+    if Path(base).exists():
+        base = str(Path(base).resolve())
+    adapted = add_lora(policy.model, lora.r, lora.alpha, lora.target_modules, lora.per_loop, base)
+    return Policy(adapted, policy.tokenizer)
+
+
 def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Console) -> None:
     """Failures of reward functions go to the run directory, and the first of each kind to the console."""
     for guard in (reward.guard for reward in rewards if reward.guard is not None):
@@ -438,7 +456,9 @@ def save_trained(trainer: RLTTTrainer, policy: Policy, run: RunDirectory) -> Non
     model = unwrapped(trainer)
     weights = whole_state_dict(trainer, model)
     credit = None
-    if model.credit is not None:
+    if without_wrapper(model) is not model:  # adapters; see check_lora
+        pass
+    elif model.credit is not None:
         if weights:
             model.credit.logits = torch.nn.Parameter(weights.pop("credit.logits"))
         credit = model.credit().tolist() if is_main() else None

@@ -95,6 +95,7 @@ class RunDirectory:
         if partial.exists():
             shutil.rmtree(partial)
         model.save_pretrained(partial, state_dict=weights)
+        model.config.save_pretrained(partial)  # adapters do not bring it, and the depth is in it
         tokenizer.save_pretrained(partial)
         if final.exists():
             raise UserError(f"{final}: exists already and is not overwritten; the new one is in {partial}")

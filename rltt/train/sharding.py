@@ -23,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 from trl.models import unwrap_model_for_generation
 
 from ..errors import RecipeError
+from ..models.adapters import without_wrapper
 from ..processes import is_main, world_size
 from ..recipe import TrainSection
 
@@ -223,8 +224,11 @@ def whole_state_dict(trainer: Trainer, model: torch.nn.Module) -> dict[str, Tens
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
+    only_trained = without_wrapper(model) is not model  # adapters
     state = {}
     for name, parameter in model.named_parameters():
+        if only_trained and not parameter.requires_grad:
+            continue
         whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
         if whole is None:  # frozen, or trained in fp32 without a copy
             with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
