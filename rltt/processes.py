@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+from .errors import RecipeError
+
 
 def rank() -> int:
     """Index of this process among all."""
@@ -41,3 +43,30 @@ def wait_for_everyone() -> None:
         import torch.distributed as dist
 
         dist.barrier()
+
+
+def share(total: int, micro_batch: int, what: str, processes: int) -> tuple[int, int]:
+    """Micro-batch and accumulation steps by which the processes take `total` rows an update together.
+
+    A micro-batch that is larger than a process's share is cut down to it: a recipe means the same on any number of
+    processes.
+
+    Args:
+        total: rows of one update, of all processes.
+        micro_batch: most rows of a forward and backward on one process.
+        what: the keys that decide `total`, for the message.
+        processes: how many there are.
+
+    Raises:
+        RecipeError: the processes cannot take equal shares.
+    """
+    if total % processes:
+        raise RecipeError(f"{what}: the {total} rows of an update cannot be shared equally by {processes} processes")
+    mine = total // processes
+    micro_batch = min(micro_batch, mine)
+    if mine % micro_batch:
+        raise RecipeError(
+            f"{what}: per_device_train_batch_size = {micro_batch} does not divide the {mine} rows of an update that "
+            f"each of {processes} processes takes"
+        )
+    return micro_batch, mine // micro_batch

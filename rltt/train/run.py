@@ -24,7 +24,7 @@ from ..errors import PolicyError, RecipeError
 from ..evaluate import EvalResult, evaluate_policy
 from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
-from ..processes import is_main, wait_for_everyone
+from ..processes import is_main, share, wait_for_everyone, world_size
 from ..recipe import Recipe
 from ..rewards import load_rewards
 from ..rewards.golds import gold_checks, without_bad_golds
@@ -54,7 +54,6 @@ from .sharding import (
     deepspeed_config,
     join_processes,
     sampling,
-    share,
     whole_state_dict,
     whole_weights,
 )
@@ -286,7 +285,10 @@ def looplm_trainer(
     section = recipe.pretrain
     assert section is not None
     micro_batch, accumulation = share(
-        section.batch_size, section.per_device_train_batch_size or section.batch_size, "pretrain.batch_size"
+        section.batch_size,
+        section.per_device_train_batch_size or section.batch_size,
+        "pretrain.batch_size",
+        world_size(),
     )
     args = TrainingArguments(
         output_dir=str(checkpoints_of(run.path)),
@@ -397,6 +399,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         section.prompts_per_step * rollout.num_generations,
         section.per_device_train_batch_size or rollout.num_generations,
         "train.prompts_per_step * rollout.num_generations",
+        world_size(),
     )
     return RLTTConfig(
         output_dir=str(checkpoints_of(recipe.run_directory)),

@@ -142,33 +142,6 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def share(total: int, micro_batch: int, what: str) -> tuple[int, int]:
-    """Micro-batch and accumulation steps by which the processes take `total` rows an update together.
-
-    A micro-batch that is larger than a process's share is cut down to it: a recipe means the same on any number of
-    processes.
-
-    Args:
-        total: rows of one update, of all processes.
-        micro_batch: most rows of a forward and backward on one process.
-        what: the key that decides `total`, for the message.
-
-    Raises:
-        RecipeError: the processes cannot take equal shares.
-    """
-    processes = world_size()
-    if total % processes:
-        raise RecipeError(f"{what}: the {total} rows of an update cannot be shared equally by {processes} processes")
-    mine = total // processes
-    micro_batch = min(micro_batch, mine)
-    if mine % micro_batch:
-        raise RecipeError(
-            f"train.per_device_train_batch_size: {micro_batch} does not divide the {mine} rows of an update that each "
-            f"of {processes} processes takes ({what})"
-        )
-    return micro_batch, mine // micro_batch
-
-
 @contextmanager
 def whole_weights() -> Iterator[None]:
     """Load a model as it is. While a ZeRO-3 configuration is alive, transformers would split it while it loads."""
