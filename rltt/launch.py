@@ -94,11 +94,14 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def launch(layout: Layout, arguments: Sequence[str]) -> int:
-    """Run `rltt` with these arguments in every process of the layout, and return the exit status.
+def launch(layout: Layout, arguments: Sequence[str]) -> tuple[int, str]:
+    """Run `rltt` with these arguments in every process of the layout.
 
     Args:
         arguments: of the `rltt` command, without those of the launch.
+
+    Returns:
+        The exit status, and the error that ended the launch, which has been printed.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -121,40 +124,45 @@ def launch(layout: Layout, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, command)(*rest)
     except ChildFailedError as error:
-        status = _explain(error, logs)
-        print(f"what the other processes printed is in {logs}", file=sys.stderr)
-        return status
+        status, text = first_error(error, logs)
+        print(f"{text}\nwhat the other processes printed is in {logs}", file=sys.stderr)
+        return status, text
     shutil.rmtree(logs)
-    return 0
+    return 0, ""
 
 
 def _silence_torchrun() -> None:
-    """Its reports of failed children are replaced by `_explain`."""
+    """Its reports of failed children are replaced by `first_error`."""
     import logging
 
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _explain(error: Any, logs: Path) -> int:
-    """Print why the launch ended, once, and return its exit status."""
-    left = sorted((json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("error-*.json")), key=_when)
+def first_error(error: Any, logs: Path) -> tuple[int, str]:
+    """Exit status and message of what ended a launch.
+
+    Args:
+        error: torchrun's ChildFailedError.
+        logs: where the processes have left their errors.
+    """
     # A process that was killed leaves no file; those that then lost their connection to it do. The launcher ends the
     # rest with SIGTERM.
-    killed = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
-    killed = {rank: failure for rank, failure in killed.items() if failure.signal_name() != "SIGTERM"}
+    killed = [
+        (rank, failure)
+        for rank, failure in error.failures.items()
+        if failure.exitcode < 0 and failure.signal_name() != "SIGTERM"
+    ]
     if killed:
-        rank, failure = next(iter(killed.items()))
+        rank, failure = killed[0]
         hint = "; often the machine's memory was full" if failure.signal_name() == "SIGKILL" else ""
-        print(f"error: process {rank} was ended by {failure.signal_name()}{hint}", file=sys.stderr)
-        return 128 - failure.exitcode
+        return 128 - failure.exitcode, f"error: process {rank} was ended by {failure.signal_name()}{hint}"
+    left = sorted((json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("error-*.json")), key=_when)
     if not left:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
-    first = left[0]
-    where = "" if first["rank"] == 0 else f"process {first['rank']}: "
-    print(where + first["text"], file=sys.stderr)
-    return first["status"]
+        rank, failure = error.get_first_failure()
+        return max(failure.exitcode, 1), f"error: process {rank} ended with status {failure.exitcode}"
+    where = "" if left[0]["rank"] == 0 else f"process {left[0]['rank']}: "
+    return left[0]["status"], where + left[0]["text"]
 
 
 def _when(report: dict[str, Any]) -> float:

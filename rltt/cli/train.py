@@ -1,5 +1,6 @@
 """`rltt train`: post-train a looped policy with RL, in one process or several."""
 
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -59,7 +60,12 @@ def start(
         if layout.node_rank == 0:
             typer.echo(f"same as:        {layout.torchrun(arguments)}")
             typer.echo(f"or, with GPUs:  {layout.accelerate(arguments)}")
-        if status := launch(layout, arguments):
+        since = time.time()
+        status, error = launch(layout, arguments)
+        if status:
+            from rltt.train.run_directory import record_failure
+
+            record_failure(recipe.run_directory, error, since)
             raise typer.Exit(status)
         return
 

@@ -116,6 +116,18 @@ class RunDirectory:
         write_text(self.path / "summary.json", json.dumps(self.summary, indent=2) + "\n")
 
 
+def record_failure(path: Path, error: str, since: float) -> None:
+    """Write why the processes of a run ended, which the one that writes may not have known or lived to write.
+
+    Args:
+        since: when they were started, in seconds since the epoch: an older summary is another run's.
+    """
+    file = path / "summary.json"
+    if file.exists() and file.stat().st_mtime >= since:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        write_text(file, json.dumps(summary | {"status": "failed", "error": error}, indent=2) + "\n")
+
+
 def checkpoints_of(path: Path) -> Path:
     """Where a run directory keeps the checkpoints made on the way."""
     return path / "checkpoints"
