@@ -22,6 +22,7 @@ from typing import Any
 import typer
 
 from .errors import UserError
+from .files import write_text
 
 ERRORS = "RLTT_ERRORS"
 """Environment variable: the folder in which a launched process leaves the error that ended it."""
@@ -179,7 +180,7 @@ def leave_error(text: str, status: int) -> None:
         return
     rank = int(os.environ["RANK"])
     report = {"rank": rank, "time": time.time(), "status": status, "text": text}
-    Path(folder, f"error-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+    write_text(Path(folder, f"error-{rank}.json"), json.dumps(report))  # whole, should the launcher end this process
     sys.stdout.flush()
     os._exit(status)  # not through torch's exit handlers, which wait for processes that are gone
 
