@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -26,10 +26,13 @@ from rltt.errors import DataError, PolicyError, RewardError, UserError
 from rltt.files import write_text
 from rltt.models.load import load_policy, load_tokenizer, stop_token_ids
 from rltt.models.looped import LoopedForCausalLM
+from rltt.processes import everyones, rank, share_of
 from rltt.recipe import DataSection, RewardEntry, check
 from rltt.rewards import NamedReward, load_rewards
 from rltt.rewards.registry import use_tokenizer
 from rltt.rollout import Completion, generate
+
+T = TypeVar("T")
 
 
 class Mean(NamedTuple):
@@ -106,6 +109,8 @@ def evaluate_policy(
 ) -> EvalResult:
     """Sample every prompt of `dataset` and grade the completions. The model and torch's random state stay as they were.
 
+    Several processes share the prompts; each returns the result of all.
+
     Args:
         dataset: what `rltt.data.build_dataset` returns; all its columns reach the reward function, as in training.
         reward: a completion is solved when its reward is at least `reward.solved_at` (1 when that is None).
@@ -125,19 +130,21 @@ def evaluate_policy(
     if not len(dataset):
         raise DataError("there are no prompts to evaluate on")
 
+    mine = dataset.select(share_of(dataset))
     completions = generate(
         model,
         tokenizer,
-        list(dataset["prompt"]),
+        list(mine["prompt"]),
         num_generations=num_generations,
         temperature=temperature,
         max_completion_length=max_completion_length,
         batch_size=batch_size,
         stop_token_ids=stop_token_ids,
         loops=loops,
-        seed=seed,
+        seed=seed + rank(),
     )
-    grades = _grade(reward, dataset, completions)
+    grades = _of_everyone(_grade(reward, mine, completions))
+    completions = _of_everyone(completions)
     threshold = 1.0 if reward.solved_at is None else reward.solved_at
     # For each prompt, how many samples were graded and how many of them are right.
     graded = [[value >= threshold for value in group if value is not None] for group in grades]
@@ -159,6 +166,12 @@ def evaluate_policy(
     )
 
 
+def _of_everyone(mine: list[T]) -> list[T]:
+    """What the processes have for their shares of the prompts, in the order of the prompts."""
+    shares = everyones(mine)
+    return [shares[index % len(shares)][index // len(shares)] for index in range(sum(map(len, shares)))]
+
+
 def _check_ks(ks: Sequence[int], samples: int, temperature: float) -> None:
     for k in ks:
         if not 1 <= k <= samples:
@@ -169,6 +182,8 @@ def _check_ks(ks: Sequence[int], samples: int, temperature: float) -> None:
 
 def _grade(reward: NamedReward, dataset: Any, completions: list[list[Completion]]) -> list[list[float | None]]:
     """The reward of each completion, from one call with the keywords that TRL gives; its loggers do nothing here."""
+    if not completions:  # fewer prompts than processes
+        return []
     size = len(completions[0])
     every = [completion for group in completions for completion in group]
     columns = {name: [value for value in dataset[name] for _ in range(size)] for name in dataset.column_names}

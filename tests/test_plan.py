@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rltt.errors import RecipeError
 from rltt.recipe import Recipe
 from rltt.train.plan import Plan, count_parameters, kv_bytes_per_token, plan
 
@@ -77,13 +78,60 @@ def test_memory():
     memory = plan(run, OURO, None, precision="bf16").memory
     assert memory is not None
     assert memory.loops == 4
-    assert memory.optimizer == 16 * memory.parameters
+    assert memory.policy == 16 * memory.parameters
     assert memory.reference == 4 * memory.parameters
     assert memory.kv_rollout == 786_432 * 400 * 256
     # fp32 where nothing says what `auto` comes to; the recipe's own precision and depth win.
     assert plan(run, OURO, None).memory.kv_per_token == 2 * 786_432
     forced = recipe(train={"precision": "bf16"}, policy={"path": "x", "loops": 2})
     assert plan(forced, OURO, None, precision="fp32").memory.kv_per_token == 786_432 // 2
+
+
+@pytest.mark.parametrize(
+    ("train", "precision", "policy", "cpu", "reference"),
+    [
+        ({"sharding": "ddp"}, "bf16", 16, 0, 4),
+        ({"sharding": "zero2"}, "bf16", 2 + 14 / 8, 0, 2),
+        ({"sharding": "zero2"}, "fp32", 4 + 16 / 8, 0, 4),
+        ({"sharding": "zero3"}, "bf16", 16 / 8, 0, 2 / 8),
+        ({"sharding": "zero2", "offload": "optimizer"}, "bf16", 2, 14 / 8, 2),
+        ({"sharding": "zero3", "offload": "parameters"}, "bf16", 0, 16 / 8, 0),
+    ],
+)
+def test_memory_of_each_process(
+    train: dict[str, str], precision: Any, policy: float, cpu: float, reference: float
+) -> None:
+    # Bytes a parameter, as in the ZeRO paper: 2 for bf16 weights, 2 for gradients, 12 for Adam with fp32 weights.
+    memory = plan(recipe(train=train), OURO, None, precision=precision, processes=8).memory
+    assert memory is not None
+    found = [memory.policy, memory.offloaded, memory.reference]
+    assert [count / memory.parameters for count in found] == pytest.approx([policy, cpu, reference])
+    text = plan(recipe(train=train), OURO, None, precision=precision, processes=8).render()
+    assert "8 processes, each 4 micro-batches of 8" in text
+    assert f"on each of 8 processes, {train['sharding']}" in text
+
+
+def test_memory_with_adapters() -> None:
+    config = {**OURO, "num_hidden_layers": 2}
+    # q, k, v, o are 2048 to 2048; gate, up, down between 2048 and 5632.
+    all_layers = 2 * 16 * (4 * 4096 + 3 * 7680)
+    for lora, expected in (
+        ({}, all_layers),
+        ({"per_loop": True}, 4 * all_layers),
+        ({"target_modules": ["q_proj"], "r": 8}, 2 * 8 * 4096),
+    ):
+        memory = plan(recipe(policy={"path": "x", "lora": lora}), config, None).memory
+        assert memory is not None
+        assert memory.trained == expected
+        assert memory.policy == 4 * memory.parameters + 16 * memory.trained
+        assert memory.reference == 0
+
+
+def test_processes_that_cannot_share_an_update_are_refused() -> None:
+    with pytest.raises(RecipeError, match="the 256 rows of an update cannot be shared equally by 3 processes"):
+        plan(recipe(), None, None, processes=3)
+    with pytest.raises(RecipeError, match="= 48 does not divide the 128 rows of an update that each of 3"):
+        plan(recipe(train={"prompts_per_step": 48, "per_device_train_batch_size": 48}), None, None, processes=3)
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def test_too_few_prompts_and_unsupported_arguments_are_refused(bench: Workbench)
     bench.trainer(data=bench.data.select(range(4)))
     with pytest.raises(UserError, match="must be an RLTTConfig, found GRPOConfig"):
         bench.trainer(config=bench.config(GRPOConfig))
-    with pytest.raises(UserError, match="peft_config is not supported"):
+    with pytest.raises(UserError, match="peft_config must be a LoraConfig, found object"):
         RLTTTrainer(load_policy(str(bench.policy)), letters, bench.config(), bench.data, peft_config=object())
 
 

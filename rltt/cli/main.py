@@ -15,6 +15,7 @@ from rltt.cli.reward import reward
 from rltt.cli.serve import serve
 from rltt.cli.train import train
 from rltt.errors import UserError
+from rltt.launch import errors_left, leave_error
 
 
 class _Commands(TyperGroup):
@@ -25,9 +26,11 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with errors_left():
+                return super().invoke(ctx)
         except UserError as error:
             message = str(error).replace("\n", "\n       ")  # one problem a line, under one another
+            leave_error(f"error: {message}", 2)
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from None
 

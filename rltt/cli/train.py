@@ -1,9 +1,14 @@
-"""`rltt train`: post-train a looped policy with RL."""
+"""`rltt train`: post-train a looped policy with RL, in one process or several."""
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+from rltt.errors import UserError
+from rltt.launch import Layout, launch
+from rltt.processes import is_main
 
 RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, such as recipes/quickstart.yaml.")]
 OverridesArgument = Annotated[
@@ -14,17 +19,78 @@ DryRunOption = Annotated[
 ]
 
 
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None, dry_run: DryRunOption = False) -> None:
+NumProcessesOption = Annotated[
+    int | None, typer.Option(min=1, help="Run in so many processes on each machine, one a GPU.")
+]
+NodesOption = Annotated[int, typer.Option(min=1, help="Machines; start the same command on each.")]
+NodeRankOption = Annotated[int, typer.Option(min=0, help="Index of this machine.")]
+MainAddressOption = Annotated[str | None, typer.Option(help="Name of machine 0 on the network.")]
+MainPortOption = Annotated[int | None, typer.Option(min=1, help="A free port on machine 0.")]
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    dry_run: DryRunOption = False,
+    num_processes: NumProcessesOption = None,
+    nodes: NodesOption = 1,
+    node_rank: NodeRankOption = 0,
+    main_address: MainAddressOption = None,
+    main_port: MainPortOption = None,
+) -> None:
     """Post-train a looped policy with RL, as the recipe says."""
+    start("train", recipe, overrides, dry_run, layout_of(num_processes, nodes, node_rank, main_address, main_port))
+
+
+def start(
+    job: Literal["train", "pretrain"], file: Path, overrides: list[str] | None, dry_run: bool, layout: Layout | None
+) -> None:
+    """Run a recipe, here or in the processes of a layout, or say what it amounts to."""
     from rltt.recipe import load_recipe
 
-    resolved = load_recipe(recipe, overrides or [])
-    resolved.require("train")
+    recipe = load_recipe(file, overrides or [])
+    recipe.require(job)
+    arguments = [job, str(file), *(overrides or [])]
+    if layout is not None and recipe.train.sharding == "none":
+        raise UserError(
+            f"train.sharding: 'none' is for one process, but --num-processes asks for {layout.processes}; "
+            "choose ddp, zero2 or zero3"
+        )
+    if layout is not None and not dry_run:
+        if layout.node_rank == 0:
+            typer.echo(f"same as:        {layout.torchrun(arguments)}")
+            typer.echo(f"or, with GPUs:  {layout.accelerate(arguments)}")
+        since = time.time()
+        status, error = launch(layout, arguments)
+        if status:
+            from rltt.train.run_directory import record_failure
+
+            record_failure(recipe.run_directory, error, since)
+            raise typer.Exit(status)
+        return
 
     from rltt.train import run
 
     if dry_run:
-        typer.echo(resolved.to_yaml())
-        typer.echo(run.describe(resolved))
-    else:
-        typer.echo(f"finished: {run.train(resolved)}")
+        typer.echo(recipe.to_yaml())
+        typer.echo(run.describe(recipe, 1 if layout is None else layout.processes * layout.nodes))
+        if layout is not None:
+            typer.echo(f"launch it with:  {layout.torchrun(arguments)}")
+            typer.echo(f"or, with GPUs:   {layout.accelerate(arguments)}")
+        return
+    path = run.train(recipe) if job == "train" else run.pretrain(recipe)
+    if is_main():
+        typer.echo(f"finished: {path}")
+
+
+def layout_of(
+    num_processes: int | None, nodes: int, node_rank: int, main_address: str | None, main_port: int | None
+) -> Layout | None:
+    """Where to launch processes; None runs in this one, alone or as a launcher has started it."""
+    if num_processes is None:
+        if nodes > 1 or node_rank or main_address is not None or main_port is not None:
+            raise UserError("--num-processes: missing; --nodes and what belongs to it describe a launch")
+        return None
+    layout = Layout(num_processes, nodes, node_rank, main_address, main_port)
+    layout.check()
+    return None if num_processes * nodes == 1 else layout

@@ -1,5 +1,6 @@
 """Load a policy and its tokenizer: Hub id, folder, or a GGUF file inside an installed Python package."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import _auto_register  # noqa: F401  (the looped model types must be known here)
 from ..errors import PolicyError
+from .adapters import ADAPTER_CONFIG, adapter_folders, apply_adapters
 from .convert import FAMILIES, loop_dense_model
 from .looped import LoopedForCausalLM
+from .spec import LoopSpec
 
 PACKAGE_PREFIX = "package:"
 
@@ -41,6 +44,8 @@ def load_policy(
     """
     if loops is not None and loops < 1:
         raise PolicyError(f"{path}: a looped policy runs at least 1 loop, found {loops}")
+    if adapters := adapter_folders(path):
+        return load_adapted(path, adapters, loops, dtype, attn_implementation, trust_remote_code)
     model = load_checkpoint(path, dtype, attn_implementation, trust_remote_code, revision)
     if convert is not None:
         if isinstance(model, LoopedForCausalLM):
@@ -55,6 +60,40 @@ def load_policy(
         if model.config.model_type in FAMILIES:
             hint = "; `rltt convert`, or `convert` under `policy` in a recipe, makes a looped model of it"
         raise PolicyError(f"{path}: model type {model.config.model_type!r} is not a looped model{hint}")
+    if loops is not None:
+        model.set_loops(loops)
+    return model
+
+
+def load_adapted(
+    path: str,
+    adapters: list[Path],
+    loops: int | None,
+    dtype: torch.dtype | str,
+    attn_implementation: str,
+    trust_remote_code: bool,
+) -> LoopedForCausalLM:
+    """A policy that was saved as LoRA adapters, on the model that it names, at the depth of the configuration beside.
+
+    Raises:
+        PolicyError: the model under the adapters is not there.
+    """
+    base = json.loads((adapters[0] / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    depth = LoopSpec.from_config(load_config(path)).loops
+    try:
+        model = load_policy(
+            base,
+            depth,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    except PolicyError as error:
+        raise PolicyError(
+            f"{path}: holds LoRA adapters, and the model under them cannot be loaded ({error}); if it has moved, "
+            f"change base_model_name_or_path in {adapters[0] / ADAPTER_CONFIG}"
+        ) from error
+    model = apply_adapters(model, adapters)
     if loops is not None:
         model.set_loops(loops)
     return model

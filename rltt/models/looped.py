@@ -18,6 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
+from ..errors import PolicyError
 from ..objective.credit import LearnedCredit
 from ..objective.logprobs import LoopScores, loop_log_probs
 from .configuration import LoopedConfig
@@ -162,6 +163,8 @@ class LoopedModel(LoopedPreTrainedModel):
         self.early_exit_gate = ExitGate(config.hidden_size) if spec.exit_gate else None
         self.input_mixing = InputMixing() if spec.input.kind == "mix" else None
         self.gradient_checkpointing = False
+        # Loops that have a LoRA adapter of their own (adapters.py): their layers are told which loop it is.
+        self.loop_adapters = 0
         self.post_init()
 
     @can_return_tuple
@@ -207,9 +210,13 @@ class LoopedModel(LoopedPreTrainedModel):
         rotary = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
         spec = self.loop_spec
+        depth = spec.loops if loops is None else loops
+        if self.loop_adapters and depth > self.loop_adapters:
+            raise PolicyError(f"the policy has adapters for {self.loop_adapters} loops, found depth {depth}")
         state = inputs_embeds
         loop_states = []
-        for loop in range(spec.loops if loops is None else loops):
+        for loop in range(depth):
+            which = {"loop": loop} if self.loop_adapters else {}
             hidden = self.loop_input(inputs_embeds, state) if loop else inputs_embeds
             cache = None if past_key_values is None else LoopCache(past_key_values, loop * spec.layers)
             for layer in self.layers:
@@ -220,6 +227,7 @@ class LoopedModel(LoopedPreTrainedModel):
                     past_key_values=cache,
                     use_cache=use_cache,
                     position_embeddings=rotary,
+                    **which,
                     **kwargs,
                 )
             normed = self.norm(hidden)

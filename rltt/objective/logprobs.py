@@ -6,6 +6,7 @@ on T, and the backward recomputes each tile.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,9 +27,11 @@ TRL_TILE = Tile(4096, 32768)
 CPU_TILE = Tile(512, 8192)
 
 
-@dataclass
-class LoopScores:
+class LoopScores(NamedTuple):
     """Scores of a sequence's tokens; column s belongs to the prediction of token s+1. Zero where there is no label.
+
+    A tuple, for ZeRO-3: DeepSpeed looks for tensors in a module's output to hang its backward hooks on, not in
+    dataclasses, and would not gather the head's weights again in the backward.
 
     Attributes:
         log_probs: [B, S-1, T] fp32.

@@ -66,6 +66,19 @@ class ConvertSection(Section):
             yield from self.idle("mixing_init", unless="mixing is 'scalar'")
 
 
+class LoraSection(Section):
+    """Low-rank adapters on the linear layers of the shared block; the model under them stays as it is."""
+
+    r: Count = 16
+    """Rank."""
+    alpha: Positive = 32.0
+    """The update is scaled by alpha / r."""
+    target_modules: list[str] | None = None
+    """Names of linear layers, such as q_proj; null: all of the block's."""
+    per_loop: bool = False
+    """One adapter for each loop in place of one for all."""
+
+
 class PolicySection(Section):
     """Which model is trained, and how deep it loops."""
 
@@ -77,6 +90,8 @@ class PolicySection(Section):
     """Depth in training and rollout; null: the checkpoint's own."""
     convert: ConvertSection | None = None
     """Convert a dense checkpoint into a looped one on load."""
+    lora: LoraSection | None = None
+    """Train LoRA adapters in place of all weights; {} takes every default."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -325,6 +340,12 @@ class TrainSection(Section):
     """Recompute activations in backward to save memory."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute type; weights are fp32 always, 'auto' is bf16 autocast on a GPU, fp32 on a CPU."""
+    sharding: Literal["none", "ddp", "zero2", "zero3"] = "ddp"
+    """How processes share the work: a whole copy each (ddp), or DeepSpeed's ZeRO-2 or 3; none: one process only."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Keep the optimizer's state, or weights and optimizer, in the CPU's memory (sharding: zero2, zero3)."""
+    deepspeed: LocalPath | None = None
+    """DeepSpeed's own JSON, in place of the one made from sharding and offload."""
     seed: Whole = 0
     """Seed of everything random in the run."""
     save_steps: Count | None = None
@@ -337,6 +358,12 @@ class TrainSection(Section):
             yield from self.idle("warmup_steps", unless="lr_scheduler_type is another, such as constant_with_warmup")
         if self.save_steps is None:
             yield from self.idle("save_total_limit", unless="save_steps is given")
+        if self.sharding not in ("zero2", "zero3"):
+            yield from self.idle("offload", "deepspeed", unless="sharding is zero2 or zero3")
+        elif self.offload == "parameters" and self.sharding != "zero3":
+            yield "offload", "'parameters' needs sharding: zero3; with zero2 each process uses all of its weights"
+        elif self.deepspeed is not None:
+            yield from self.idle("offload", unless="train.deepspeed is not given: offloading is part of that file")
 
 
 class EvaluateSection(Section):
@@ -443,6 +470,8 @@ class Recipe(Section):
                 "every", "num_generations", "temperature", "batch_size", unless="data.eval or data.holdout is given"
             ):
                 yield f"evaluate.{key}", message
+        if self.policy.lora:
+            yield from self._lora_problems(self.policy.lora)
         if self.policy.new:
             for key in ("system_prompt", "chat_template"):
                 if getattr(self.data, key):
@@ -455,6 +484,24 @@ class Recipe(Section):
                     f"rewards[{index}].use",
                     f"'{reward.use}' is listed twice; list it once, with the sum of the weights",
                 )
+
+    def _lora_problems(self, lora: LoraSection) -> Iterator[Problem]:
+        if lora.per_loop and self.rollout.engine == "vllm":
+            yield (
+                "policy.lora.per_loop",
+                "one adapter a loop cannot be merged into weights that all loops share, which is what vLLM gets; use"
+                " rollout.engine: hf, or one adapter",
+            )
+        if self.train.sharding == "zero3" and self.train.gradient_checkpointing:
+            yield (
+                "train.gradient_checkpointing",
+                "with policy.lora and sharding: zero3 it has to be the reentrant kind, which gives shared layers wrong"
+                " gradients; turn one of the three off, or use zero2",
+            )
+        if self.objective.credit == "learned":
+            yield "objective.credit", "'learned' weights are not part of LoRA checkpoints and would be lost on resume"
+        if not self.objective.detach_exit:
+            yield "objective.detach_exit", "false has no effect with policy.lora: the exit gate is frozen"
 
     def _train_problems(self) -> Iterator[Problem]:
         if not self.rewards:

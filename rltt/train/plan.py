@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltt.recipe import PretrainSection, Recipe, TrainSection
+from rltt.processes import share
+from rltt.recipe import LoraSection, PretrainSection, Recipe, TrainSection
 
-ADAM_BYTES = 16
-"""Bytes a parameter of the policy: weight, gradient and Adam's two moments, all fp32."""
+FP32, BF16 = 4, 2
+"""Bytes a number. Without DeepSpeed weights are fp32 whatever they are computed in; DeepSpeed keeps bf16 copies."""
 
-REFERENCE_BYTES = 4
-"""Bytes a parameter of the frozen reference, in fp32. It is there also with beta = 0: the KL is always measured."""
+ADAM_BYTES = 8
+"""Adam's two moments of a trained parameter, fp32."""
 
 TIMID_LEARNING_RATE = 1e-6
 TIMID_COMPLETIONS = 256
@@ -33,8 +34,11 @@ class Schedule:
     prompts_per_rollout: int
     completions_per_rollout: int
     completions_per_update: int
+    processes: int
     micro_batch: int
+    """Completions in a forward and backward on one process."""
     accumulation: int
+    """Micro-batches of an update on one process."""
     max_tokens: int
     """Tokens generated in the whole run if no completion ends early."""
     epochs: float | None
@@ -51,7 +55,14 @@ class Memory:
     """Bytes that can be told from a configuration. Activations and logits come on top."""
 
     parameters: int
+    trained: int
+    """Parameters with a gradient: all, or those of LoRA adapters, which come on top of `parameters`."""
     loops: int
+    processes: int
+    sharding: str
+    offload: str
+    value_bytes: int
+    """Bytes of a weight that is computed with."""
     kv_per_token: int
     sequences: int
     """Completions of a rollout; 0 without RL."""
@@ -59,14 +70,59 @@ class Memory:
     """Longest prompt (when data.max_prompt_length bounds it) and completion together."""
 
     @property
-    def optimizer(self) -> int:
-        """Weights, gradients and Adam's moments of the policy."""
-        return self.parameters * ADAM_BYTES
+    def _zero(self) -> bool:
+        return self.sharding in ("zero2", "zero3")
 
     @property
-    def reference(self) -> int:
-        """The frozen reference."""
-        return self.parameters * REFERENCE_BYTES
+    def weights(self) -> float:
+        """Bytes of the policy's weights on each process, adapters included."""
+        total = self.value_bytes * (self.parameters + (self.trained if self.has_adapters else 0))
+        return total / self.processes if self.sharding == "zero3" else total
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether only LoRA adapters are trained."""
+        return self.trained != self.parameters
+
+    @property
+    def training_state(self) -> float:
+        """Bytes of gradients and Adam's moments on each process, and of DeepSpeed's fp32 copy of the weights."""
+        if not self._zero:
+            return self.trained * (FP32 + ADAM_BYTES)
+        return self.trained * (self.value_bytes + FP32 + ADAM_BYTES) / self.processes
+
+    @property
+    def policy(self) -> float:
+        """Bytes on each process's device for the weights and what trains them."""
+        return {
+            "none": self.weights + self.training_state,
+            "optimizer": self.weights,
+            "parameters": 0,
+        }[self.offload]
+
+    @property
+    def contents(self) -> str:
+        """What `policy` is made of, in words."""
+        kind = "fp32" if self.value_bytes == FP32 else "bf16"
+        return {
+            "none": f"{kind} weights, gradients and Adam",
+            "optimizer": f"{kind} weights",
+            "parameters": "and the layers at work",
+        }[self.offload]
+
+    @property
+    def offloaded(self) -> float:
+        """Bytes in the CPU's memory for each process."""
+        return self.weights + self.training_state - self.policy
+
+    @property
+    def reference(self) -> float:
+        """Bytes of the frozen reference on each process's device. It is there also with beta = 0."""
+        if self.has_adapters:  # the policy with its adapters off
+            return 0
+        if self.offload == "parameters":
+            return 0
+        return self.value_bytes * self.parameters / (self.processes if self.sharding == "zero3" else 1)
 
     @property
     def kv_rollout(self) -> int:
@@ -98,6 +154,8 @@ class Plan:
             yield "pretraining", f"at most {self.pretrain_rows:,} rows"
         if run := self.schedule:
             batches = f"{run.accumulation:,} micro-batches of {run.micro_batch:,}"
+            if run.processes > 1:
+                batches = f"{run.processes:,} processes, each {batches}"
             yield "optimizer updates", f"{run.updates:,} from {run.rollouts:,} rollouts"
             yield "a rollout", f"{run.prompts_per_rollout:,} prompts, {run.completions_per_rollout:,} completions"
             yield "an update", f"{run.completions_per_update:,} completions = {batches}"
@@ -106,10 +164,17 @@ class Plan:
                 yield "passes over the data", f"{run.epochs:.2f}"
         if memory := self.memory:
             yield "parameters", f"{memory.parameters:,}, run {memory.loops} times"
-            yield "policy memory", f"{_size(memory.optimizer)} (fp32 weights, gradients and Adam)"
+            if memory.has_adapters:
+                yield "trained", f"{memory.trained:,} parameters of LoRA adapters"
+            each = "" if memory.processes == 1 else f" on each of {memory.processes} processes, {memory.sharding}"
+            yield "policy memory", f"{_size(memory.policy)}{each} ({memory.contents})"
+            if memory.offloaded:
+                yield "CPU memory", f"{_size(memory.offloaded)} for each process, offloaded"
             if self.schedule:
                 sequences = f"{memory.sequences:,} sequences of {memory.sequence_tokens:,} tokens"
-                yield "reference memory", f"{_size(memory.reference)} (fp32, frozen)"
+                kind = "fp32" if memory.value_bytes == FP32 else "bf16"
+                none = "none: the policy with its adapters off" if memory.has_adapters else "offloaded"
+                yield "reference memory", f"{_size(memory.reference)} ({kind}, frozen)" if memory.reference else none
                 yield "KV cache", f"{_size(memory.kv_per_token)} a token, {_size(memory.kv_rollout)} for {sequences}"
         else:
             yield "memory", "not known without the checkpoint's configuration"
@@ -121,18 +186,22 @@ def plan(
     train_rows: int | None,
     *,
     precision: Literal["fp32", "bf16"] | None = None,
+    processes: int = 1,
 ) -> Plan:
     """Work out what `recipe` amounts to.
 
     `config` is the checkpoint's configuration as transformers writes it (`config.to_dict()`), `train_rows` the number
     of prompts to train on; either may be unknown. `precision` is what `train.precision: auto` comes to on the device
-    at hand; unknown, fp32 is assumed, and the KV cache is an upper bound.
+    at hand; unknown, fp32 is assumed, and the KV cache is an upper bound. `processes` is how many there are in all.
+
+    Raises:
+        RecipeError: the processes cannot take equal shares of an update.
     """
-    schedule = _schedule(recipe, train_rows) if recipe.rewards else None
+    schedule = _schedule(recipe, train_rows, processes) if recipe.rewards else None
     pretrain = recipe.pretrain
     return Plan(
         schedule=schedule,
-        memory=None if config is None else _memory(recipe, schedule, config, precision),
+        memory=None if config is None else _memory(recipe, schedule, config, precision, processes),
         pretrain_rows=pretrain.max_steps * pretrain.batch_size if pretrain else None,
         warnings=tuple(_warnings(recipe, schedule, config, train_rows)),
     )
@@ -153,37 +222,63 @@ def count_parameters(config: Mapping[str, Any], *, looped: bool) -> int:
     return embeddings + layers * layer + hidden + exit_gate
 
 
+def lora_parameters(lora: LoraSection, config: Mapping[str, Any], loops: int) -> int:
+    """Parameters of the adapters on a Llama-like decoder: r·(in + out) for each linear layer."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = config["num_attention_heads"] * _head_dim(config), _kv_heads(config) * _head_dim(config)
+    ends = {"q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": queries + hidden}
+    ends |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + inner)
+    layer = lora.r * sum(size for name, size in ends.items() if name in (lora.target_modules or ends))
+    return layer * config["num_hidden_layers"] * (loops if lora.per_loop else 1)
+
+
 def kv_bytes_per_token(config: Mapping[str, Any], *, loops: int, value_bytes: int) -> int:
     """KV cache of one token: every loop of every layer keeps its own keys and values."""
     slots = loops * config["num_hidden_layers"]
     return slots * 2 * _kv_heads(config) * _head_dim(config) * value_bytes
 
 
-def _schedule(recipe: Recipe, train_rows: int | None) -> Schedule:
+def _schedule(recipe: Recipe, train_rows: int | None, processes: int) -> Schedule:
     train, group = recipe.train, recipe.rollout.num_generations
     prompts = train.prompts_per_step * train.updates_per_rollout
     rollouts = math.ceil(train.max_steps / (train.updates_per_rollout * train.num_iterations))
-    micro_batch = train.per_device_train_batch_size or group
+    micro_batch, accumulation = share(
+        train.prompts_per_step * group,
+        train.per_device_train_batch_size or group,
+        "train.prompts_per_step * rollout.num_generations",
+        processes,
+    )
     return Schedule(
         updates=train.max_steps,
         rollouts=rollouts,
         prompts_per_rollout=prompts,
         completions_per_rollout=prompts * group,
         completions_per_update=train.prompts_per_step * group,
+        processes=processes,
         micro_batch=micro_batch,
-        accumulation=train.prompts_per_step * group // micro_batch,
+        accumulation=accumulation,
         max_tokens=rollouts * prompts * group * recipe.rollout.max_completion_length,
         epochs=rollouts * prompts / train_rows if train_rows else None,
     )
 
 
-def _memory(recipe: Recipe, schedule: Schedule | None, config: Mapping[str, Any], precision: str | None) -> Memory:
+def _memory(
+    recipe: Recipe, schedule: Schedule | None, config: Mapping[str, Any], precision: str | None, processes: int
+) -> Memory:
     loops = recipe.policy.loops or next((config[field] for field in LOOP_FIELDS if config.get(field)), 1)
     compute = recipe.train.precision if recipe.train.precision != "auto" else precision
+    parameters = count_parameters(config, looped=loops > 1)
+    lora, train = recipe.policy.lora, recipe.train
+    computed_in = BF16 if compute == "bf16" else FP32
     return Memory(
-        parameters=count_parameters(config, looped=loops > 1),
+        parameters=parameters,
+        trained=parameters if lora is None else lora_parameters(lora, config, loops),
         loops=loops,
-        kv_per_token=kv_bytes_per_token(config, loops=loops, value_bytes=2 if compute == "bf16" else 4),
+        processes=processes,
+        sharding=train.sharding,
+        offload=train.offload,
+        value_bytes=computed_in if train.sharding in ("zero2", "zero3") else FP32,
+        kv_per_token=kv_bytes_per_token(config, loops=loops, value_bytes=computed_in),
         sequences=schedule.completions_per_rollout if schedule else 0,
         sequence_tokens=_sequence_tokens(recipe),
     )
@@ -234,11 +329,11 @@ def _kv_heads(config: Mapping[str, Any]) -> int:
     return config.get("num_key_value_heads") or config["num_attention_heads"]
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     """`count` bytes in the largest binary unit that leaves a whole number before the point."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+    return f"{size:.1f} {unit}" if unit != "B" else f"{count:.0f} B"

@@ -15,14 +15,16 @@ from typing import Literal
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import TrainerState, TrainingArguments, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..data import arithmetic_tokenizer, load_split
 from ..data.problems import Problem
 from ..errors import PolicyError, RecipeError
 from ..evaluate import EvalResult, evaluate_policy
+from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
+from ..processes import is_main, share, wait_for_everyone, world_size
 from ..recipe import Recipe
 from ..rewards import load_rewards
 from ..rewards.golds import gold_checks, without_bad_golds
@@ -46,6 +48,15 @@ from .policy import (
 )
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
 from .run_directory import RunDirectory, check_free, checkpoints_of
+from .sharding import (
+    begin_trainer,
+    can_save_alone,
+    deepspeed_config,
+    join_processes,
+    sampling,
+    whole_state_dict,
+    whole_weights,
+)
 from .trainer import RLTTTrainer, RolloutWriter, check_trainable
 
 # Training prompts on which a warm start measures its solve rate.
@@ -60,7 +71,7 @@ def train(recipe: Recipe) -> Path:
     """
     recipe.require("train")
     check_free(recipe.run_directory)
-    console = Console()
+    console = make_console()
     ready = prepare(recipe, console)
     policy, rewards, dataset, eval_dataset = ready.policy, ready.rewards, ready.dataset, ready.eval_dataset
     responses = None if recipe.pretrain is None else learnable(policy, dataset)
@@ -73,24 +84,29 @@ def train(recipe: Recipe) -> Path:
             policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
+        trainer: RLTTTrainer | None = None
 
         def evaluate(seed: int) -> EvalResult:
             assert eval_dataset is not None
-            return measure(recipe, policy, eval_dataset, rewards[0], seed)
+            return measure(recipe, policy, eval_dataset, rewards[0], seed, trainer)
 
         if eval_dataset is not None and recipe.evaluate.before:
             before = evaluate(recipe.train.seed)
             run.update_summary(eval_before=before.to_dict())
             console.print(f"held-out before: {before}", highlight=False)
 
-        trainer = make_trainer(ready.config, policy, dataset, rewards, run.write_rollouts)
+        adapted = with_lora(recipe, policy, run)
+        trainer = make_trainer(ready.config, adapted, dataset, rewards, run.write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
         try:
             with unscored_told_once():
                 trainer.train()
-        finally:  # also after Ctrl-C or an error: what has been learned so far is kept
-            save_trained(trainer, policy, run)
+        except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
+            if can_save_alone(trainer):
+                save_trained(trainer, policy, run)
+            raise
+        save_trained(trainer, policy, run)
 
         if eval_dataset is not None and recipe.evaluate.after:
             after = evaluate(recipe.train.seed + 1)
@@ -116,8 +132,11 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     Raises:
         UserError: as in `train`.
     """
+    join_processes(recipe.train)
     if recipe.rollout.engine == "vllm":
         require_vllm()
+    if recipe.policy.lora is not None:
+        require_peft()
     rewards = load_rewards(recipe.rewards)
     problems, held_out = load_split(recipe.data)
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
@@ -131,7 +150,7 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     eval_dataset = make_dataset(held_out, recipe, policy, console, "evaluation") if held_out else None
     check_columns(rewards, dataset.column_names)
     longest = check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
-    config = trainer_config(recipe, rewards, longest)
+    config = trainer_config(recipe, rewards, longest, policy.model.num_parameters())
     check_trainable(policy.model, config, dataset)
     return Ready(policy, rewards, dataset, eval_dataset, config)
 
@@ -143,9 +162,10 @@ def pretrain(recipe: Recipe) -> Path:
         UserError: as in `train`.
     """
     recipe.require("pretrain")
+    join_processes(recipe.train)
     check_free(recipe.run_directory)
     problems, _ = load_split(recipe.data)
-    console = Console()
+    console = make_console()
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     set_seed(recipe.train.seed)
     policy = load(recipe)
@@ -156,9 +176,11 @@ def pretrain(recipe: Recipe) -> Path:
         trainer = looplm_trainer(recipe, policy, responses, run, console)
         try:
             trainer.train()
-        finally:
-            run.update_summary(steps=trainer.state.global_step)
-            run.save_policy(unwrapped(trainer), policy.tokenizer)
+        except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
+            if can_save_alone(trainer):
+                save_pretrained(trainer, policy, run, "policy", "steps")
+            raise
+        save_pretrained(trainer, policy, run, "policy", "steps")
     return run.path
 
 
@@ -180,7 +202,7 @@ def gradable(
     )
 
 
-def describe(recipe: Recipe) -> str:
+def describe(recipe: Recipe, processes: int = 1) -> str:
     """What a recipe amounts to, without loading weights: for `--dry-run`."""
     load_rewards(recipe.rewards)
     notes, rows, config = [], None, None
@@ -196,7 +218,7 @@ def describe(recipe: Recipe) -> str:
     except PolicyError as error:
         notes.append(f"note: {error}")
     precision: Literal["bf16", "fp32"] = "bf16" if bf16(recipe) else "fp32"
-    amounts = plan(recipe, None if config is None else config.to_dict(), rows, precision=precision)
+    amounts = plan(recipe, None if config is None else config.to_dict(), rows, precision=precision, processes=processes)
     return "\n".join([amounts.render(), *notes])
 
 
@@ -221,7 +243,8 @@ def warm_start(
         sample = dataset.select(range(0, len(dataset), stride)[:WARM_START_PROMPTS])
 
         def reached(step: int) -> bool:
-            result = measure(recipe, Policy(unwrapped(trainer), policy.tokenizer), sample, reward, seed=step)
+            model = Policy(unwrapped(trainer), policy.tokenizer)
+            result = measure(recipe, model, sample, reward, seed=step, trainer=trainer)
             console.print(
                 f"warm start step {step}: solve rate on training prompts {result}", highlight=False, soft_wrap=True
             )
@@ -231,13 +254,21 @@ def warm_start(
     try:
         trainer.train()
     except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
-        run.update_summary(pretrain_steps=trainer.state.global_step)
-        run.save_policy(unwrapped(trainer), policy.tokenizer)
+        if can_save_alone(trainer):
+            save_pretrained(trainer, policy, run, "policy", "pretrain_steps")
         raise
-    run.update_summary(pretrain_steps=trainer.state.global_step)
-    run.save_policy(unwrapped(trainer), policy.tokenizer, "start")
-    started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
+    save_pretrained(trainer, policy, run, "start", "pretrain_steps")
+    wait_for_everyone()
+    with whole_weights():
+        started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
     return Policy(started, policy.tokenizer)
+
+
+def save_pretrained(trainer: LoopLMTrainer, policy: Policy, run: RunDirectory, name: str, steps: str) -> None:
+    """The policy of the LoopLM objective as it is now, and how many updates made it."""
+    model = unwrapped(trainer)
+    run.update_summary(**{steps: trainer.state.global_step})
+    run.save_policy(model, policy.tokenizer, name, whole_state_dict(trainer, model))
 
 
 def learnable(policy: Policy, dataset: Dataset) -> Dataset:
@@ -253,12 +284,17 @@ def looplm_trainer(
     """The trainer of the LoopLM objective, with its console and its metrics file."""
     section = recipe.pretrain
     assert section is not None
-    micro_batch = section.per_device_train_batch_size or section.batch_size
+    micro_batch, accumulation = share(
+        section.batch_size,
+        section.per_device_train_batch_size or section.batch_size,
+        "pretrain.batch_size",
+        world_size(),
+    )
     args = TrainingArguments(
         output_dir=str(checkpoints_of(run.path)),
         max_steps=section.max_steps,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=section.batch_size // micro_batch,
+        gradient_accumulation_steps=accumulation,
         learning_rate=section.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=section.warmup_steps,
@@ -273,7 +309,10 @@ def looplm_trainer(
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=policy.model.loop_spec.loops == 1,  # whose gate has nothing to decide
+        deepspeed=deepspeed_config(recipe.train, policy.model.num_parameters()),
     )
+    begin_trainer(args)
     trainer = LoopLMTrainer(
         policy.model,
         beta=section.beta,
@@ -307,6 +346,20 @@ def make_trainer(
     )
 
 
+def with_lora(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
+    """The policy as RL trains it: with adapters where the recipe asks for them."""
+    lora = recipe.policy.lora
+    if lora is None:
+        return policy
+    start = run.path / "start"  # what is not simply the recipe's checkpoint
+    moved = recipe.pretrain is not None or recipe.policy.path is None or recipe.policy.convert is not None
+    base = str(start.resolve()) if moved else str(recipe.policy.path)
+    if Path(base).exists():
+        base = str(Path(base).resolve())
+    adapted = add_lora(policy.model, lora.r, lora.alpha, lora.target_modules, lora.per_loop, base)
+    return Policy(adapted, policy.tokenizer)
+
+
 def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Console) -> None:
     """Failures of reward functions go to the run directory, and the first of each kind to the console."""
     for guard in (reward.guard for reward in rewards if reward.guard is not None):
@@ -334,11 +387,20 @@ def unscored_told_once() -> Iterator[None]:
         logger.removeFilter(passes)
 
 
-def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int) -> RLTTConfig:
-    """The recipe in TRL's terms; `longest` is how many tokens a prompt and its completion can have."""
+def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, parameters: int) -> RLTTConfig:
+    """The recipe in TRL's terms.
+
+    Args:
+        longest: how many tokens a prompt and its completion can have.
+        parameters: of the policy.
+    """
     objective, rollout, section = recipe.objective, recipe.rollout, recipe.train
-    micro_batch = section.per_device_train_batch_size or rollout.num_generations
-    accumulation = section.prompts_per_step * rollout.num_generations // micro_batch
+    micro_batch, accumulation = share(
+        section.prompts_per_step * rollout.num_generations,
+        section.per_device_train_batch_size or rollout.num_generations,
+        "train.prompts_per_step * rollout.num_generations",
+        world_size(),
+    )
     return RLTTConfig(
         output_dir=str(checkpoints_of(recipe.run_directory)),
         credit=objective.credit,
@@ -387,33 +449,54 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int) -> 
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,  # what has no gradient is frozen
+        deepspeed=deepspeed_config(section, parameters),
     )
 
 
 def save_trained(trainer: RLTTTrainer, policy: Policy, run: RunDirectory) -> None:
     """The policy as it is now, and how many updates made it."""
     model = unwrapped(trainer)
-    credit = None if model.credit is None else model.credit().tolist()
-    model.credit = None  # weights of the objective, not of the policy: no engine would know the key
+    weights = whole_state_dict(trainer, model)
+    credit = None
+    if without_wrapper(model) is not model:  # adapters; see check_lora
+        pass
+    elif model.credit is not None:
+        if weights:
+            model.credit.logits = torch.nn.Parameter(weights.pop("credit.logits"))
+        credit = model.credit().tolist() if is_main() else None
+        model.credit = None  # weights of the objective, not of the policy: no engine would know the key
     run.update_summary(steps=trainer.state.global_step, **({} if credit is None else {"credit": credit}))
-    run.save_policy(model, policy.tokenizer)
+    run.save_policy(model, policy.tokenizer, weights=weights)
 
 
-def measure(recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, seed: int) -> EvalResult:
-    """Solve rate of the policy as it is now, sampled as the recipe's `evaluate` section says."""
+def measure(
+    recipe: Recipe, policy: Policy, dataset: Dataset, reward: NamedReward, seed: int, trainer: Trainer | None = None
+) -> EvalResult:
+    """Solve rate of the policy as it is now, sampled as the recipe's `evaluate` section says.
+
+    Args:
+        trainer: that of the policy, once there is one: it may have split the weights.
+    """
     section = recipe.evaluate
-    return evaluate_policy(
-        policy.model,
-        policy.tokenizer,
-        dataset,
-        reward,
-        num_generations=section.num_generations,
-        temperature=recipe.rollout.temperature if section.temperature is None else section.temperature,
-        max_completion_length=recipe.rollout.max_completion_length,
-        batch_size=section.batch_size,
-        stop_token_ids=stop_token_ids(policy.model, policy.tokenizer, uses_chat(recipe, policy.tokenizer)),
-        seed=seed,
-    )
+    with sampling(trainer):
+        return evaluate_policy(
+            policy.model,
+            policy.tokenizer,
+            dataset,
+            reward,
+            num_generations=section.num_generations,
+            temperature=recipe.rollout.temperature if section.temperature is None else section.temperature,
+            max_completion_length=recipe.rollout.max_completion_length,
+            batch_size=section.batch_size,
+            stop_token_ids=stop_token_ids(policy.model, policy.tokenizer, uses_chat(recipe, policy.tokenizer)),
+            seed=seed,
+        )
+
+
+def make_console() -> Console:
+    """The console of a run, on which only the main process speaks."""
+    return Console(quiet=not is_main())
 
 
 @contextmanager
@@ -422,10 +505,14 @@ def recorded(run: RunDirectory) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
+            # DeepSpeed calls collectives by names that torch has replaced: a line for each kind and process.
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
     except KeyboardInterrupt:
         run.close("interrupted")
-        Console(stderr=True).print(f"interrupted; what was learned is in {run.path}", highlight=False, soft_wrap=True)
+        if is_main():
+            told = f"interrupted; what was learned is in {run.path}"
+            Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         raise
     except BaseException as error:
         run.close("failed", error=f"{type(error).__name__}: {error}")

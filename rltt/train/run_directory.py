@@ -29,6 +29,7 @@ from typing import Any, Literal
 from .. import __version__
 from ..errors import UserError
 from ..files import write_text
+from ..processes import is_main
 from ..recipe import Recipe
 from ..rewards.guard import FailureReport
 
@@ -37,7 +38,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-veri
 
 
 class RunDirectory:
-    """Writes a run.
+    """Writes a run. Of several processes only the main one writes, except for failures of reward functions.
 
     Args:
         recipe: the resolved recipe; its `run_directory` is created.
@@ -51,6 +52,8 @@ class RunDirectory:
         self.path = recipe.run_directory
         self.started = time.time()
         self.summary: dict[str, Any] = {"name": recipe.name, "status": "running", "steps": 0}
+        if not is_main():
+            return
         try:
             (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
             write_text(self.path / "recipe.yaml", recipe.to_yaml())
@@ -61,11 +64,15 @@ class RunDirectory:
 
     def log_metrics(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append one step. NaN and infinities, which JSON does not have, become null."""
+        if not is_main():
+            return
         with (self.path / file).open("a", encoding="utf-8") as out:
             out.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
 
     def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
         """The completions of one rollout, in a file named after the first step that uses them."""
+        if not is_main():
+            return
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         write_text(self.path / "rollouts" / f"step_{rows[0]['step']:06d}.jsonl", "\n".join(lines) + "\n")
 
@@ -74,12 +81,21 @@ class RunDirectory:
         with (self.path / "reward_failures.jsonl").open("a", encoding="utf-8") as out:
             out.write(json.dumps(asdict(report), ensure_ascii=False, default=str) + "\n")
 
-    def save_policy(self, model: Any, tokenizer: Any, name: str = "policy") -> None:
-        """Save in HF format, into a folder that appears when it is complete."""
+    def save_policy(
+        self, model: Any, tokenizer: Any, name: str = "policy", weights: dict[str, Any] | None = None
+    ) -> None:
+        """Save in HF format, into a folder that appears when it is complete.
+
+        Args:
+            weights: those of the model where it does not hold them itself; None: its own.
+        """
+        if not is_main():
+            return
         partial, final = self.path / f".{name}.partial", self.path / name
         if partial.exists():
             shutil.rmtree(partial)
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, state_dict=weights)
+        model.config.save_pretrained(partial)  # adapters do not bring it, and the depth is in it
         tokenizer.save_pretrained(partial)
         if final.exists():
             raise UserError(f"{final}: exists already and is not overwritten; the new one is in {partial}")
@@ -95,7 +111,21 @@ class RunDirectory:
         self.update_summary(status=status, seconds=round(time.time() - self.started, 1), **values)
 
     def _write_summary(self) -> None:
+        if not is_main():
+            return
         write_text(self.path / "summary.json", json.dumps(self.summary, indent=2) + "\n")
+
+
+def record_failure(path: Path, error: str, since: float) -> None:
+    """Write why the processes of a run ended, which the one that writes may not have known or lived to write.
+
+    Args:
+        since: when they were started, in seconds since the epoch: an older summary is another run's.
+    """
+    file = path / "summary.json"
+    if file.exists() and file.stat().st_mtime >= since:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        write_text(file, json.dumps(summary | {"status": "failed", "error": error}, indent=2) + "\n")
 
 
 def checkpoints_of(path: Path) -> Path:
@@ -109,6 +139,8 @@ def check_free(path: Path) -> None:
     Raises:
         UserError: the folder holds files, or the path is a file.
     """
+    if not is_main():  # the main process may have begun to write by now
+        return
     if path.is_file():
         raise UserError(f"{path}: is a file; the run needs a folder (run_dir=…)")
     if path.exists() and any(path.iterdir()):

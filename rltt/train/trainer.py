@@ -24,6 +24,7 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import disable_dropout_in_model
 
 from ..errors import PolicyError, UserError
+from ..models.adapters import AdaptersOff, activate, add_adapters, check_peft_config, has_adapters, without_wrapper
 from ..models.load import load_policy
 from ..models.looped import LoopedForCausalLM, Score
 from ..objective import credit as credit_schemes
@@ -34,6 +35,7 @@ from ..rollout.record import recorded_log_probs
 from ..rollout.vllm import require_vllm
 from .config import RLTTConfig
 from .parity_gate import ParityGate, Turn
+from .sharding import begin_trainer
 from .token_means import TokenMeans
 
 # Called with the rows of each rollout: prompt, completion, gold, rewards, advantage, ….
@@ -65,7 +67,8 @@ class RLTTTrainer(GRPOTrainer):
         reward_funcs: as in TRL. The first decides `solve_rate` (see `RLTTConfig.solved_at`).
         args: an `RLTTConfig`.
         rollout_writer: receives the rows of each rollout on the main process.
-        kwargs: all of GRPOTrainer's other arguments.
+        kwargs: all of GRPOTrainer's other arguments. `peft_config`: a LoraConfig, for one adapter for all loops;
+            `rltt.models.adapters.add_lora` makes policies with one for each.
 
     Raises:
         PolicyError: the model is not looped, reads out adaptively, or lacks the gate that the credit needs.
@@ -90,14 +93,20 @@ class RLTTTrainer(GRPOTrainer):
             model = load_policy(model, **(args.model_init_kwargs or {} if args else {}))
         if args is None:
             args = RLTTConfig(f"{model.config._name_or_path.split('/')[-1]}-RLTT")
-        check_trainable(model, args, train_dataset, **kwargs)
-        prepare_gradients(model, args)
-        drop_generation_defaults(model)
+        peft_config = kwargs.pop("peft_config", None)
+        check_trainable(model, args, train_dataset, peft_config)
+        begin_trainer(args)
+        if peft_config is not None:
+            model = add_adapters(model, peft_config)
+        policy = without_wrapper(model)
+        with_adapters = policy is not model
+        prepare_gradients(policy, args)
+        drop_generation_defaults(policy)
         # A copy of what is in memory. TRL would load the path in the configuration once more, which after an edit or
         # a resumed checkpoint holds other weights. It is made before TRL binds its patched forward to the policy.
-        reference = copy.deepcopy(model).requires_grad_(False).eval()
+        reference = None if with_adapters else copy.deepcopy(policy).requires_grad_(False).eval()
         if args.credit == "learned":
-            model.credit = credit_schemes.LearnedCredit(model.loop_spec.loops)
+            policy.credit = credit_schemes.LearnedCredit(policy.loop_spec.loops)
 
         # Tells TRL to load no reference, and to start no engine: both are made here from what is in memory.
         beta, args.beta = args.beta, 0.0
@@ -109,7 +118,7 @@ class RLTTTrainer(GRPOTrainer):
         if len(set(self.reward_func_names)) < len(self.reward_func_names):
             raise UserError(f"reward functions need different names, found {', '.join(self.reward_func_names)}")
         self.beta = beta
-        self.ref_model = self._prepare_reference(reference)
+        self.ref_model = AdaptersOff(self) if reference is None else self._prepare_reference(reference)
         if use_vllm:
             self._start_engine()
         self.parity_gate = ParityGate(self, args.parity_check_rollouts)
@@ -167,13 +176,13 @@ class RLTTTrainer(GRPOTrainer):
 
     @property
     def policy(self) -> LoopedForCausalLM:
-        """The looped model itself, without the wrappers of sharding."""
-        return self.accelerator.unwrap_model(self.model)
+        """The looped model itself, without the wrappers of sharding and of adapters."""
+        return without_wrapper(self.accelerator.unwrap_model(self.model))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in transformers; learned credit logits become a group of their own with their own learning rate."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        credit = self.accelerator.unwrap_model(self.model).credit
+        credit = self.policy.credit
         if credit is not None and all(group.get("name") != "credit" for group in optimizer.param_groups):
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p is not credit.logits]
@@ -181,6 +190,11 @@ class RLTTTrainer(GRPOTrainer):
                 {"params": [credit.logits], "lr": self.args.credit_learning_rate, "weight_decay": 0.0, "name": "credit"}
             )
         return optimizer
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(*args, **kwargs)
+        if self.policy is not self.accelerator.unwrap_model(self.model):
+            activate(self.accelerator.unwrap_model(self.model))  # transformers leaves only the first one trainable
 
     # ------------------------------------------------------------------------------------------------ rollout
 
@@ -314,7 +328,7 @@ class RLTTTrainer(GRPOTrainer):
     ) -> CompletionScores:
         """Log-probs of the completion tokens at every loop, `batch_size` sequences in a forward."""
         final = self.args.credit == "final"
-        last = self.accelerator.unwrap_model(self.model).loop_spec.loops - 1
+        last = self.policy.loop_spec.loops - 1
         request = Score(
             temperature=self.temperature,
             last_only=last_only,
@@ -507,7 +521,7 @@ def prepare_gradients(model: LoopedForCausalLM, args: RLTTConfig) -> None:
         backbone.input_mixing.requires_grad_(False)
 
 
-def check_trainable(model: Any, args: Any, train_dataset: Any, **kwargs: Any) -> None:
+def check_trainable(model: Any, args: Any, train_dataset: Any, peft_config: Any = None) -> None:
     """What `RLTTTrainer` refuses, asked before anything is made.
 
     Raises:
@@ -515,9 +529,10 @@ def check_trainable(model: Any, args: Any, train_dataset: Any, **kwargs: Any) ->
     """
     if not isinstance(args, RLTTConfig):
         raise UserError(f"args must be an RLTTConfig, found {type(args).__name__}")
-    if not isinstance(model, LoopedForCausalLM):
+    policy = without_wrapper(model)
+    if not isinstance(policy, LoopedForCausalLM):
         raise PolicyError(f"the policy must be a looped model, found {type(model).__name__}; see `rltt convert`")
-    spec = model.loop_spec
+    spec = policy.loop_spec
     if spec.readout.adaptive:
         raise PolicyError(
             f"early_exit_threshold is {spec.readout.threshold}: rollouts would leave at adaptive loops while training "
@@ -525,8 +540,10 @@ def check_trainable(model: Any, args: Any, train_dataset: Any, **kwargs: Any) ->
         )
     if args.credit == "exit_pdf" and not spec.exit_gate:
         raise PolicyError("credit 'exit_pdf' needs an exit gate, which this model does not have; use another credit")
-    if kwargs.get("peft_config") is not None:
-        raise UserError("peft_config is not supported: adapters on shared loops are not part of this version")
+    if policy is not model or peft_config is not None:
+        check_lora(policy, args, peft_config)
+    elif has_adapters(policy):
+        raise PolicyError("the policy has one adapter a loop inside; train from the model under them")
     if hasattr(train_dataset, "__len__"):
         prompts = args.generation_batch_size // args.num_generations
         if len(train_dataset) < prompts:
@@ -534,6 +551,30 @@ def check_trainable(model: Any, args: Any, train_dataset: Any, **kwargs: Any) ->
                 f"one rollout takes {prompts} prompts, but the training data has {len(train_dataset)}: no step would "
                 "be made; lower the batch or bring more data"
             )
+
+
+def check_lora(policy: LoopedForCausalLM, args: RLTTConfig, peft_config: Any) -> None:
+    """What does not go with adapters.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if peft_config is not None:
+        check_peft_config(peft_config)
+    plugin = args.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3 and args.gradient_checkpointing:
+        raise UserError(
+            "LoRA with ZeRO-3 and gradient checkpointing needs reentrant checkpointing, which gives shared layers "
+            "wrong gradients; turn one of the three off, or use ZeRO-2"
+        )
+    if args.credit == "learned":
+        raise UserError("credit 'learned' with LoRA: its weights are not part of LoRA checkpoints")
+    if not args.detach_exit:
+        raise UserError("detach_exit=False has no effect with LoRA: the exit gate is frozen")
+    if policy.model.loop_adapters and args.use_vllm:
+        raise UserError(
+            "one adapter a loop cannot be merged into weights that all loops share, which is what vLLM gets"
+        )
 
 
 def _number(value: float) -> float | None:

@@ -8,6 +8,7 @@ tokens, temperature and length come from the trainer.
 
 import os
 import tempfile
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -16,6 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
 from ...errors import PolicyError
+from ...models.adapters import merged_parameters, without_wrapper
 from .cpu import prepare_environment
 
 
@@ -40,6 +42,12 @@ class Engine(VLLMGeneration):
         self.prompts_of_last_rollout: list[list[int]] = []
         sampling = {"stop_token_ids": stop_token_ids, "ignore_eos": True, **generation_kwargs}
         super().__init__(generation_kwargs=sampling, **options)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if without_wrapper(self.model) is self.model:
+            yield from super()._iter_named_params()
+        else:
+            yield from merged_parameters(self.model, self._dist.gather_params)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; the prompts are kept."""
@@ -77,7 +85,7 @@ class ColocatedEngine(Engine):
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
         from vllm import LLM
 
-        policy = accelerator.unwrap_model(self.model)
+        policy = without_wrapper(accelerator.unwrap_model(self.model))
         config = deepcopy(policy.config)
         config.architectures = [type(policy).__name__]
         with tempfile.TemporaryDirectory(prefix="rltt-engine-") as folder:
