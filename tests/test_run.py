@@ -149,7 +149,7 @@ def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_the_run_directory_holds_what_it_should_and_no_leftovers(done: Done) -> None:
-    files = {"recipe.yaml", "versions.json", "metrics.jsonl", "pretrain.jsonl", "summary.json"}
+    files = {"recipe.yaml", "verdict.json", "versions.json", "metrics.jsonl", "pretrain.jsonl", "summary.json"}
     assert {path.name for path in done.path.iterdir() if path.is_file()} == files
     assert {path.name for path in done.path.iterdir() if path.is_dir()} - {"checkpoints"} == {
         *("rollouts", "start", "policy")

@@ -20,6 +20,7 @@ from rltt.recipe.schema import (
     Recipe,
     RewardEntry,
     RolloutSection,
+    TelemetrySection,
     TrainSection,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "Recipe",
     "RewardEntry",
     "RolloutSection",
+    "TelemetrySection",
     "TrainSection",
     "check",
     "load_recipe",

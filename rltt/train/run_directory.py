@@ -3,6 +3,7 @@
     recipe.yaml       the resolved recipe, every default written out
     versions.json     packages, Python, git revision
     metrics.jsonl     one object a step
+    verdict.json      whether the policy moves, as of the last step: verdict, cause, confidence, evidence, change
     pretrain.jsonl    the same for the warm start, or for `rltt pretrain`
     reward_failures.jsonl   each completion on which a reward function failed, with the traceback; only if there is one
     rollouts/         the completions of each step: prompt, completion, gold, rewards, advantage
@@ -62,7 +63,7 @@ class RunDirectory:
     def log_metrics(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append one step. NaN and infinities, which JSON does not have, become null."""
         with (self.path / file).open("a", encoding="utf-8") as out:
-            out.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+            out.write(json.dumps(finite(row)) + "\n")
 
     def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
         """The completions of one rollout, in a file named after the first step that uses them."""
@@ -118,8 +119,9 @@ def check_free(path: Path) -> None:
         )
 
 
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A step with None for NaN and infinities."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _free_name(path: Path) -> Path:
