@@ -338,7 +338,7 @@ def reference_wrong(s: Signals) -> Finding | None:
 
 def learning_rate_too_small(s: Signals) -> Finding | None:
     """There is a gradient, and the policy stays where it is."""
-    if s.kl is None or confidence(s.kl.stays) < SURE or _no_signal(s):
+    if s.kl is None or confidence(s.kl.stays) < SURE or _no_signal(s) or reference_wrong(s) is not None:
         return None
     # Few mixed groups, or prompts that are mostly solved, leave little to step for.
     mostly_solved = s.mixed is None and s.solve_last is not None and s.solve_last.mean > 0.7 and s.kl.at_end > 1e-3

@@ -43,7 +43,7 @@ class Slope:
         return self.confidence if self.slope < 0 else 0.0
 
 
-def trend(values: Sequence[float], *, expected_change: float, floor: float, least: int = 6) -> Slope | None:
+def trend(values: Sequence[float], *, expected_slope: float, floor: float, least: int = 6) -> Slope | None:
     """Whether a series rises or falls, by a mixture sequential test against "no trend".
 
     With x_i = a + b·i + noise, the residual of each value from the mean of those before it, scaled by √((i-1)/i), is
@@ -53,7 +53,7 @@ def trend(values: Sequence[float], *, expected_change: float, floor: float, leas
 
     Args:
         values: one a rollout.
-        expected_change: change over the whole series that a real trend has, the scale of the prior.
+        expected_slope: slope of a real trend, the scale τ of the prior. It must not depend on the number of values.
         floor: smallest noise of a value that is believed.
         least: values below which nothing is said: None.
     """
@@ -71,7 +71,7 @@ def trend(values: Sequence[float], *, expected_change: float, floor: float, leas
         weighted += coefficient * (value - total / (i - 1)) * scale
         information += coefficient**2
         total += value
-    prior = (expected_change / count) ** 2
+    prior = expected_slope**2
     ratio = prior * information / variance
     log_e = -0.5 * math.log1p(ratio) + prior * weighted**2 / (2 * variance * (variance + prior * information))
     middle, mean = (count - 1) / 2, total / count

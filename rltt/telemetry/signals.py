@@ -4,6 +4,7 @@ Each is one object with its numbers, its window and its sequential test. Thresho
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, stdev
@@ -130,13 +131,22 @@ class Signals:
 
     def _trend(self, name: str) -> Slope | None:
         _, values = self.rollouts.series(name)
-        if not values:
-            return None
-        rate = min(max(fmean(values), 0.02), 0.98)
-        binomial = math.sqrt(rate * (1 - rate) / (self.prompts * self.group))
+        return self.trend_of(values) if values else None
+
+    def trend_of(self, values: Sequence[float]) -> Slope | None:
+        """The trend of solve rates or rewards, one a rollout."""
         spread = neighbour_noise(values)
-        unit = 1.0 if min(values) >= 0 and max(values) <= 1 else max(spread / binomial, 1.0)
-        return trend(values, expected_change=0.2 * unit, floor=binomial * unit)
+        rate = min(max(fmean(values), 0.02), 0.98)
+        # Prompts differ, so a solve rate is noisier than its completions, and less noisy than one completion a prompt.
+        usual = 0.7 * math.sqrt(rate * (1 - rate) / self.prompts)
+        unit = 1.0 if min(values) >= 0 and max(values) <= 1 else max(spread / usual, 1.0)
+        return trend(values, expected_slope=0.3 * unit / self.expected_rollouts, floor=usual * unit)
+
+    @property
+    def expected_rollouts(self) -> float:
+        """Rollouts in the whole run."""
+        shared = self.setting("train.updates_per_rollout", 1) * self.setting("train.num_iterations", 1)
+        return max(self.horizon / shared, 1.0)
 
     @cached_property
     def solve_last(self) -> Window | None:
@@ -183,9 +193,9 @@ class Signals:
         if not known or last is None:
             return None
         recent = known[len(known) // 2 :][-20:]
-        logs = [math.log(max(value, 1e-30)) for _, value in recent]
+        logs = [math.log(max(value, 1e-9)) for _, value in recent]
         # Successive KLs share the way that the policy has gone, so they are not worth as much as independent ones.
-        noise = max(neighbour_noise(logs), 0.5) * 1.5
+        noise = max(1.5 * neighbour_noise(logs), 0.4)
         end = way[-1] + self._way_ahead()
         straight = [log + 2 * math.log(end / gone) for log, (gone, _) in zip(logs, recent, strict=True)]
         walking = [log + 0.5 * math.log(end / gone) for log, (gone, _) in zip(logs, recent, strict=True)]

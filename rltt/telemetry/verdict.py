@@ -128,12 +128,10 @@ def _movement(s: Signals, findings: list[Finding]) -> Verdict:
 
 
 def _flat_at_last(s: Signals) -> bool:
-    """Whether the last 40 % of a run add nothing to what was gained before: within one standard error, after a gain."""
-    solve = s.solve
+    """Whether the last 40 % of a run surely gain less, each step, than a quarter of what the rest did."""
     _, values = s.rollouts.series(s.solve_name or "")
-    if solve is None or len(values) < 60:
+    cut = len(values) * 3 // 5
+    if len(values) < 60:
         return False
-    fifth = len(values) // 5
-    first, middle, last = (sum(part) / fifth for part in (values[:fifth], values[-2 * fifth : -fifth], values[-fifth:]))
-    error = solve.noise * (2 / fifth) ** 0.5
-    return last - middle < 0.5 * error and middle - first > 2 * error
+    early, late = s.trend_of(values[:cut]), s.trend_of(values[cut:])
+    return early is not None and late is not None and late.slope + late.stderr < early.slope / 4
