@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from rltt.cli.main import app
 from rltt.recipe import load_recipe
-from rltt.telemetry import HeldOut, History, LiveVerdict, judge
+from rltt.telemetry import HeldOut, History, LiveVerdict, Verdict, judge
 from rltt.telemetry.sequential import normal_sprt, share_sprt, trend
+from rltt.telemetry.signals import Signals
 
 REPOSITORY = Path(__file__).parents[1]
 Series = Callable[[int], float]
@@ -281,11 +282,7 @@ def test_each_cause_is_named_with_its_change(
     assert found.change is not None
     assert found.change.override == override
     if override is not None:  # it can be pasted behind a recipe
-        base = [f"{key}={json.dumps(value)}" for key, value in settings.items() if not key.startswith("rewards")]
-        start = ["pretrain={}"] if override.startswith("pretrain.") else []
-        extra = ["data.train.path=arithmetic", "data.train.size=64"] if "difficulty" in override else []
-        del base
-        load_recipe(REPOSITORY / "recipes" / "quickstart.yaml", [*start, *extra, override])
+        load_recipe(REPOSITORY / "recipes" / "quickstart.yaml", [override])
 
 
 def test_a_sound_run_moves() -> None:
@@ -310,21 +307,17 @@ def test_held_out_prompts_that_are_solved_less_make_a_run_unstable() -> None:
 
 
 def test_updates_that_share_a_rollout_count_it_once() -> None:
-    """Repeated rows are no new evidence: a trend over 20 rollouts looks the same in 80 rows."""
+    """Repeated rows are no new evidence: a trend over 20 rollouts is the same in 80 rows."""
     rollouts = [noisy(lambda step: 0.4 + step / 200, 0.08)(step) for step in range(20)]
-    columns = SOUND | {"reward": 0.5}
 
-    def column(each: int) -> dict[str, Any]:
-        return {
-            "solve_rate": lambda step: rollouts[(step - 1) // each],
-            "completions__mean_length": lambda step: 11 + 0.01 * ((step - 1) // each),
-        }
+    def run(each: int) -> History:
+        rows = [
+            {"step": step + 1, "solve_rate": rollouts[step // each], "num_tokens": None if step % each else step}
+            for step in range(20 * each)
+        ]
+        return History(rows, settings=SETTINGS | {"train.num_iterations": each}, total_steps=20 * each)
 
-    once = history(20, settings=SETTINGS, **columns | column(1))
-    four = history(80, settings=SETTINGS | {"train.num_iterations": 4}, **columns | column(4))
-    from rltt.telemetry.signals import Signals
-
-    assert Signals(four).solve == Signals(once).solve
+    assert Signals(run(4)).solve == Signals(run(1)).solve
 
 
 def test_missing_metrics_are_named_and_do_not_stop_the_verdict() -> None:
@@ -367,7 +360,8 @@ def test_the_command_prints_a_change_that_can_be_pasted(tmp_path: Path) -> None:
 def test_a_run_says_its_verdict_once_and_keeps_it(tmp_path: Path) -> None:
     said: list[str] = []
     alerts: list[tuple[str, str, str]] = []
-    live = LiveVerdict(tmp_path, SETTINGS, 80, said.append)
+    kept: list[Verdict] = []
+    live = LiveVerdict(tmp_path / "metrics.jsonl", SETTINGS, 80, said.append, kept.append)
     live.alert = lambda title, text, level: alerts.append((title, text, level))
     run = history(30, total=80, settings=SETTINGS, **(SOUND | TINY_KL))
     metrics = [live.update(row) for row in run.rows]
@@ -378,14 +372,15 @@ def test_a_run_says_its_verdict_once_and_keeps_it(tmp_path: Path) -> None:
     assert [(title.split(",")[0], level) for title, _, level in alerts] == [
         ("stalled (99%): learning rate too small", "warn")
     ]
-    assert json.loads((tmp_path / "verdict.json").read_text())["cause"] == "learning_rate_too_small"
+    assert [verdict.step for verdict in kept] == list(range(1, 31))
+    assert kept[-1].cause == "learning_rate_too_small"
     assert not live.stop
 
 
 def test_on_stalled_stop_ends_the_run_and_a_resumed_run_knows_its_past(tmp_path: Path) -> None:
     run = history(30, total=80, settings=SETTINGS, **(SOUND | TINY_KL))
     written(tmp_path, history(20, total=80, settings=SETTINGS, **(SOUND | TINY_KL)))
-    live = LiveVerdict(tmp_path, SETTINGS, 80, lambda text: None, "stop")
+    live = LiveVerdict(tmp_path / "metrics.jsonl", SETTINGS, 80, lambda _: None, lambda _: None, "stop")
     for row in run.rows[20:24]:
         live.update(row)
     assert live.stop

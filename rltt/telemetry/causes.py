@@ -113,6 +113,9 @@ def truncated(s: Signals) -> Finding | None:
     # A policy that falls apart runs into the limit as well, later: that is not the limit's fault.
     if first is None or last is None or min(first.mean, last.mean) < CUT or fmean(first.values[:3]) < CUT:
         return None
+    # Some rewards do not care for the end of a completion.
+    if s.solve_last is not None and s.solve_last.mean > 1 - last.mean + 0.1:
+        return None
     limit = s.setting("rollout.max_completion_length")
     longest = s.history.series("completions/max_length")[1]
     limit = int(max(longest)) if limit is None and longest else limit
@@ -473,11 +476,11 @@ CAUSES: tuple[Callable[[Signals], Finding | None], ...] = (
     bad_golds,
     held_out_falls,
     kl_explosion,
-    truncated,
-    unparseable,
     reward_constant,
     updates_vanish,
     learning_rate_too_small,
+    truncated,
+    unparseable,
     entropy_collapse,
     too_easy,
     reward_unrelated,

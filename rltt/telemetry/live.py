@@ -1,11 +1,9 @@
-"""The verdict on a run while it runs: judged at every step, told when it changes, kept in verdict.json."""
+"""The verdict on a run while it runs: judged at every step, told when it changes."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rltt.files import write_text
 from rltt.telemetry.history import HeldOut, History, read_rows
 from rltt.telemetry.verdict import Verdict, judge
 
@@ -28,10 +26,11 @@ class LiveVerdict:
     """Judges a run at each step.
 
     Args:
-        folder: the run directory. A metrics.jsonl that is there already is the run's own past, before it was resumed.
+        metrics: the run's metrics.jsonl. What is in it already is its past, before it was resumed.
         settings: the recipe as dotted keys.
         total_steps: how many steps the run is to have.
         say: prints the verdict.
+        keep: writes the verdict of each step to where it can be read.
         on_stalled: `stop` ends a run that has stalled.
 
     Attributes:
@@ -42,22 +41,22 @@ class LiveVerdict:
 
     def __init__(
         self,
-        folder: Path,
+        metrics: Path,
         settings: Mapping[str, Any],
         total_steps: int,
         say: Callable[[str], None],
+        keep: Callable[[Verdict], None],
         on_stalled: Literal["warn", "stop"] = "warn",
     ) -> None:
-        self.folder = folder
         self.settings = settings
         self.total_steps = total_steps
         self.say = say
+        self.keep = keep
         self.on_stalled = on_stalled
         self.before: HeldOut | None = None
         self.alert: Alert | None = None
         self.stop = False
-        past = folder / "metrics.jsonl"
-        self.rows = read_rows(past) if past.is_file() else []
+        self.rows = read_rows(metrics) if metrics.is_file() else []
         self._told: tuple[str, str | None] = ("undecided", None)
         self._new: tuple[str, str | None] = self._told
         self._since = 0
@@ -67,7 +66,7 @@ class LiveVerdict:
         self.rows.append(dict(row))
         history = History(self.rows, "metrics.jsonl", self.settings, self.total_steps, self.before)
         verdict = judge(history)
-        write_text(self.folder / "verdict.json", json.dumps(verdict.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        self.keep(verdict)
         found = (verdict.verdict, verdict.cause)
         self._since = self._since + 1 if found == self._new else 1
         self._new = found

@@ -4,7 +4,6 @@ Closing the Loop (arXiv 2610.00673, appendix C) reads KL and gradient norm over 
 steps. A run of fewer than 40 steps is cut in the middle, so that the two never overlap.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -64,14 +63,11 @@ class Windows:
 
 
 def rollout_rows(history: History) -> list[int]:
-    """Indices of the rows that tell of a new rollout: several updates can share one, and their rows repeat it."""
-    key = ("reward", "reward_std", "completions/mean_length", "solve_rate")
-    seen: Sequence[float | None] | None = None
-    result = []
-    for index, row in enumerate(history.rows):
-        found = [row.get(name) for name in key]
-        # Rewards that are all equal repeat by themselves; lengths hardly ever do.
-        if found != seen or row.get("completions/mean_length") is None:
-            result.append(index)
-        seen = found
-    return result
+    """Indices of the rows that tell of a new rollout: several updates can share one, and their rows repeat it.
+
+    TRL counts tokens when it samples, so `num_tokens` stands in the first row of each rollout alone.
+    """
+    rows = range(len(history))
+    if "num_tokens" not in history.names:
+        return list(rows)
+    return [index for index in rows if history.rows[index].get("num_tokens") is not None]

@@ -318,8 +318,14 @@ def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Cons
 
 def live_verdict(recipe: Recipe, run: RunDirectory, console: Console) -> LiveVerdict:
     """Judges the run at every step, and says so when the verdict changes."""
-    settings = flat(recipe.model_dump())
-    verdict = LiveVerdict(run.path, settings, recipe.train.max_steps, warning_on(console), recipe.telemetry.on_stalled)
+    verdict = LiveVerdict(
+        run.path / "metrics.jsonl",
+        flat(recipe.model_dump()),
+        recipe.train.max_steps,
+        warning_on(console),
+        run.write_verdict,
+        recipe.telemetry.on_stalled,
+    )
     if (before := run.summary.get("eval_before")) is not None:
         verdict.before = HeldOut(0, before["solve_rate"], before["stderr"])
     return verdict

@@ -32,6 +32,7 @@ from ..errors import UserError
 from ..files import write_text
 from ..recipe import Recipe
 from ..rewards.guard import FailureReport
+from ..telemetry import Verdict
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
@@ -64,6 +65,10 @@ class RunDirectory:
         """Append one step. NaN and infinities, which JSON does not have, become null."""
         with (self.path / file).open("a", encoding="utf-8") as out:
             out.write(json.dumps(finite(row)) + "\n")
+
+    def write_verdict(self, verdict: Verdict) -> None:
+        """The verdict of the last step, in place of the one before."""
+        write_text(self.path / "verdict.json", json.dumps(verdict.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
         """The completions of one rollout, in a file named after the first step that uses them."""
