@@ -85,7 +85,7 @@ SCENARIOS = (
     Scenario("lr-2e-5", None, overrides={LR: 2e-5}),
     Scenario("noisy-golds", None, data="noisy_golds"),
     Scenario("cut-some", None, overrides={"rollout.max_completion_length": 12}),
-    Scenario("temperature-slight", None, overrides=LOOSE, plant=other_temperature(1.1)),
+    Scenario("temperature-slight", "rollout_mismatch", overrides=LOOSE, plant=other_temperature(1.1)),
     Scenario("lr-1e-7", "learning_rate_too_small", overrides={LR: 1e-7}),
     Scenario("lr-1e-6", "learning_rate_too_small", overrides={LR: 1e-6}),
     Scenario("lr-5e-6", "learning_rate_too_small", overrides={LR: 5e-6}),
