@@ -81,6 +81,7 @@ STEP_KEYS = {
     *("step", "reward", "solve_rate", "mixed_groups", "kl", "grad_norm", "entropy", "lr", "loss"),
     *("completions/mean_length", "completions/clipped_ratio"),
     *("seconds/rollout", "seconds/reward", "seconds/update"),
+    *("verdict/code", "verdict/confidence"),
     *(f"loop{t}/{name}" for t in (1, 2) for name in ("logp", "kl_to_last", "exit_prob", "credit", "entropy")),
 }
 
@@ -149,7 +150,7 @@ def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_the_run_directory_holds_what_it_should_and_no_leftovers(done: Done) -> None:
-    files = {"recipe.yaml", "versions.json", "metrics.jsonl", "pretrain.jsonl", "summary.json"}
+    files = {"recipe.yaml", "verdict.json", "versions.json", "metrics.jsonl", "pretrain.jsonl", "summary.json"}
     assert {path.name for path in done.path.iterdir() if path.is_file()} == files
     assert {path.name for path in done.path.iterdir() if path.is_dir()} - {"checkpoints"} == {
         *("rollouts", "start", "policy")
@@ -546,3 +547,15 @@ def test_a_run_directory_that_cannot_be_made_is_named(beside: Path) -> None:
     """Root may write anywhere, but no one into a file."""
     with pytest.raises(UserError, match="cannot write the run directory"):
         run.train(load_recipe(beside / "tiny.yaml", [f"run_dir={beside / 'a_file' / 'run'}"]))
+
+
+def test_a_stalled_run_ends_where_the_recipe_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that says yes to everything is seen after five rollouts, and believed when it is seen three times."""
+    changes = ["rewards=[{use: 'my_rewards.py:perfect'}]", "telemetry.on_stalled=stop", "train.max_steps=40"]
+    done = trained(folder, tmp_path / "stalled", *changes)
+    assert len(done.metrics) == summary_of(done.path)["steps"] == 7
+    verdict = json.loads((done.path / "verdict.json").read_text())
+    assert (verdict["verdict"], verdict["cause"], verdict["step"]) == ("stalled", "reward_constant", 7)
+    assert "the run ends here (telemetry.on_stalled: stop)" in capsys.readouterr().out

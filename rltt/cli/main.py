@@ -14,6 +14,7 @@ from rltt.cli.pretrain import pretrain
 from rltt.cli.reward import reward
 from rltt.cli.serve import serve
 from rltt.cli.train import train
+from rltt.cli.verdict import verdict
 from rltt.errors import UserError
 from rltt.launch import errors_left, leave_error
 
@@ -59,7 +60,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, doctor, pretrain, convert):
+for command in (train, doctor, verdict, pretrain, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)

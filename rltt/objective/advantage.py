@@ -54,3 +54,15 @@ def mixed_groups(solved: Float[Tensor, " B"], num_generations: int) -> Float[Ten
     """
     groups = solved.view(-1, num_generations)
     return ((groups == 1).any(1) & (groups == 0).any(1)).float().mean()
+
+
+def pearson(rewards: Float[Tensor, " B"], certainty: Float[Tensor, " B"]) -> float | None:
+    """Correlation of the rewards with how certain the policy was (mean log-prob of a completion's tokens).
+
+    A policy tends to be right where it is certain, so a reward that has to do with the task correlates. Rewards that
+    are NaN are left out; None where either side does not vary.
+    """
+    known = ~rewards.isnan()
+    centred = [x[known].double() - x[known].double().mean() for x in (rewards, certainty)]
+    scale = centred[0].norm() * centred[1].norm()
+    return (centred[0] @ centred[1] / scale).item() if scale > 0 else None

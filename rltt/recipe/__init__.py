@@ -21,6 +21,7 @@ from rltt.recipe.schema import (
     Recipe,
     RewardEntry,
     RolloutSection,
+    TelemetrySection,
     TrainSection,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "Recipe",
     "RewardEntry",
     "RolloutSection",
+    "TelemetrySection",
     "TrainSection",
     "check",
     "load_recipe",

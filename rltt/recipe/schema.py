@@ -383,6 +383,13 @@ class EvaluateSection(Section):
     """Evaluate after the last step."""
 
 
+class TelemetrySection(Section):
+    """What a run says of itself."""
+
+    on_stalled: Literal["warn", "stop"] = "warn"
+    """When the verdict is that the policy will not move: say so, or end the run as well."""
+
+
 class PretrainSection(Section):
     """The LoopLM objective: the warm start of a train recipe, or the whole job of `rltt pretrain`."""
 
@@ -439,6 +446,8 @@ class Recipe(Section):
     """Optimisation."""
     evaluate: EvaluateSection = EvaluateSection()
     """When and how the policy is evaluated."""
+    telemetry: TelemetrySection = TelemetrySection()
+    """What a run says of itself."""
     pretrain: PretrainSection | None = None
     """LoopLM training before RL, or alone."""
 

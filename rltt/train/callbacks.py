@@ -15,10 +15,11 @@ from transformers import (
 
 from ..evaluate import EvalResult
 from ..recipe import Recipe
+from ..telemetry import LiveVerdict
 from .console import PRETRAIN_LINE, RL_LINE, format_line
-from .run_directory import RunDirectory
+from .run_directory import RunDirectory, finite
 
-ROLLOUT_METRICS = ("reward", "solve_rate", "mixed_groups", "frac_reward_zero_std", "completions/")
+ROLLOUT_METRICS = ("reward", "solve_rate", "mixed_groups", "frac_reward_zero_std", "reward_logp_corr", "completions/")
 """Beginnings of the names of what is measured once a rollout."""
 
 
@@ -26,8 +27,14 @@ class MetricsCallback(TrainerCallback):
     """metrics.jsonl and the console's line, one for each step, with the evaluation of that step where there is one."""
 
     def __init__(
-        self, recipe: Recipe, run: RunDirectory, console: Console, evaluate: Callable[[int], EvalResult] | None
+        self,
+        recipe: Recipe,
+        run: RunDirectory,
+        console: Console,
+        evaluate: Callable[[int], EvalResult] | None,
+        verdict: LiveVerdict,
     ) -> None:
+        self.verdict = verdict
         self.recipe = recipe
         self.run = run
         self.console = console
@@ -51,10 +58,12 @@ class MetricsCallback(TrainerCallback):
         # Several updates can share a rollout (updates_per_rollout, num_iterations): each row tells of its rollout.
         self.of_rollout |= {key: value for key, value in row.items() if key.startswith(ROLLOUT_METRICS)}
         row |= self.of_rollout
-        self.run.log_metrics(row)
-        self.run.update_summary(steps=state.global_step)
         line = format_line(state.global_step, state.max_steps, row, RL_LINE)
         self.console.print(line, highlight=False, soft_wrap=True)
+        row |= self.verdict.update(finite(row))
+        control.should_training_stop |= self.verdict.stop
+        self.run.log_metrics(row)
+        self.run.update_summary(steps=state.global_step)
 
 
 class PretrainMetricsCallback(TrainerCallback):

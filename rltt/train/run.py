@@ -31,6 +31,7 @@ from ..rewards.golds import gold_checks, without_bad_golds
 from ..rewards.preflight import preflight
 from ..rewards.registry import NamedReward, check_columns, use_tokenizer
 from ..rollout.vllm import require_vllm
+from ..telemetry import HeldOut, LiveVerdict, flat
 from .callbacks import MetricsCallback, PretrainMetricsCallback, show
 from .config import RLTTConfig
 from .console import ProgressCallback
@@ -98,7 +99,8 @@ def train(recipe: Recipe) -> Path:
         adapted = with_lora(recipe, policy, run)
         trainer = make_trainer(ready.config, adapted, dataset, rewards, run.write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
-        show(trainer, MetricsCallback(recipe, run, console, evaluate_during), ProgressCallback(console, "RL"))
+        metrics = MetricsCallback(recipe, run, console, evaluate_during, live_verdict(recipe, run, console))
+        show(trainer, metrics, ProgressCallback(console, "RL"))
         try:
             with unscored_told_once():
                 trainer.train()
@@ -365,6 +367,21 @@ def report_failures(rewards: list[NamedReward], run: RunDirectory, console: Cons
     for guard in (reward.guard for reward in rewards if reward.guard is not None):
         guard.report = run.log_reward_failure
         guard.say = warning_on(console)
+
+
+def live_verdict(recipe: Recipe, run: RunDirectory, console: Console) -> LiveVerdict:
+    """Judges the run at every step, and says so when the verdict changes."""
+    verdict = LiveVerdict(
+        run.path / "metrics.jsonl",
+        flat(recipe.model_dump()),
+        recipe.train.max_steps,
+        warning_on(console),
+        run.write_verdict,
+        recipe.telemetry.on_stalled,
+    )
+    if (before := run.summary.get("eval_before")) is not None:
+        verdict.before = HeldOut(0, before["solve_rate"], before["stderr"])
+    return verdict
 
 
 def warning_on(console: Console) -> Callable[[str], None]:

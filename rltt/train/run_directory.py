@@ -3,6 +3,7 @@
     recipe.yaml       the resolved recipe, every default written out
     versions.json     packages, Python, git revision
     metrics.jsonl     one object a step
+    verdict.json      whether the policy moves, as of the last step: verdict, cause, confidence, evidence, change
     pretrain.jsonl    the same for the warm start, or for `rltt pretrain`
     reward_failures.jsonl   each completion on which a reward function failed, with the traceback; only if there is one
     rollouts/         the completions of each step: prompt, completion, gold, rewards, advantage
@@ -32,6 +33,7 @@ from ..files import write_text
 from ..processes import is_main
 from ..recipe import Recipe
 from ..rewards.guard import FailureReport
+from ..telemetry import Verdict
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
@@ -67,7 +69,11 @@ class RunDirectory:
         if not is_main():
             return
         with (self.path / file).open("a", encoding="utf-8") as out:
-            out.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+            out.write(json.dumps(finite(row)) + "\n")
+
+    def write_verdict(self, verdict: Verdict) -> None:
+        """The verdict of the last step, in place of the one before."""
+        write_text(self.path / "verdict.json", json.dumps(verdict.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
         """The completions of one rollout, in a file named after the first step that uses them."""
@@ -150,8 +156,9 @@ def check_free(path: Path) -> None:
         )
 
 
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A step with None for NaN and infinities."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _free_name(path: Path) -> Path:

@@ -28,7 +28,7 @@ from ..models.adapters import AdaptersOff, activate, add_adapters, check_peft_co
 from ..models.load import load_policy
 from ..models.looped import LoopedForCausalLM, Score
 from ..objective import credit as credit_schemes
-from ..objective.advantage import equal_groups, group_advantages, mixed_groups
+from ..objective.advantage import equal_groups, group_advantages, mixed_groups, pearson
 from ..objective.kl import k3, kl_to_last_loop
 from ..objective.policy_loss import REDUCTION, reduce_tokens
 from ..rollout.record import recorded_log_probs
@@ -249,6 +249,10 @@ class RLTTTrainer(GRPOTrainer):
         solved = torch.where(self._rewards[:, 0].isnan(), torch.nan, solved)
         self._metrics[mode]["solve_rate"].append(solved.nanmean().item())
         self._metrics[mode]["mixed_groups"].append(mixed_groups(solved, generations).item())
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        certainty = self.accelerator.gather((training * mask).sum(1) / mask.sum(1).clamp(min=1))
+        if (correlation := pearson(self._rewards[:, 0], certainty)) is not None:
+            self._metrics[mode]["reward_logp_corr"].append(correlation)
         # TRL takes rounding noise for a spread, and with scale_rewards: batch looks at the batch.
         uniform = equal_groups(rewards, generations).float().mean()
         self._metrics[mode]["frac_reward_zero_std"][-1] = uniform.item()
@@ -413,7 +417,7 @@ class RLTTTrainer(GRPOTrainer):
             bonus_mask = mask if entropy_mask is None else mask * entropy_mask
             entropy = (scores.entropy[..., -1] * bonus_mask).sum() / bonus_mask.sum().clamp(min=1.0)
             loss = loss - self.entropy_coef * (entropy / self._accumulation)
-        self._measure(scores, credit, ratios[loops[-1]], kl, advantages, mask)
+        self._measure(scores, credit, ratios[loops[-1]], inputs["ref_per_token_logps"], advantages, mask)
         return loss
 
     @property
@@ -444,13 +448,15 @@ class RLTTTrainer(GRPOTrainer):
         scores: CompletionScores,
         credit: Float[Tensor, "... T"],
         ratio: Float[Tensor, "B C"],
-        kl: Float[Tensor, "B C"],
+        reference: Float[Tensor, "B C"],
         advantages: Float[Tensor, "B 1"],
         mask: Float[Tensor, "B C"],
     ) -> None:
         """Token means over the whole step, whatever the micro-batches: TRL's names, and `loop{t}/…` for each loop."""
         add = self._token_means[self._mode].add
-        add("kl", kl, mask)
+        # In float64 without cancellation: of a policy that hardly moves, fp32's e^d - d - 1 is all rounding.
+        distance = (reference - scores.log_probs[..., -1]).double()
+        add("kl", (distance.expm1() - distance).float(), mask)
         add("entropy", scores.entropy[..., -1], mask)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
         is_low, is_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
