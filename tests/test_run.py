@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -559,3 +560,17 @@ def test_a_stalled_run_ends_where_the_recipe_says_so(
     verdict = json.loads((done.path / "verdict.json").read_text())
     assert (verdict["verdict"], verdict["cause"], verdict["step"]) == ("stalled", "reward_constant", 7)
     assert "the run ends here (telemetry.on_stalled: stop)" in capsys.readouterr().out
+
+
+def test_every_metric_of_a_step_stands_in_the_table(done: Done, folder: Path, tmp_path: Path) -> None:
+    """docs/metrics.md, with `{t}` for a loop and `{name}` for a reward function."""
+    table = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    watched = trained(folder, tmp_path / "watched", "evaluate={every: 1, num_generations: 2}")
+    logged = {name for row in done.metrics + watched.metrics for name in row}
+    assert "eval/stderr" in logged
+    plain = {re.sub(r"^(rewards?)/\w+/", r"\1/{name}/", re.sub(r"^loop\d+/", "loop{t}/", name)) for name in logged}
+    assert plain - documented == set()
+    every_verdict_reads = {"kl", "solve_rate", "mixed_groups", "grad_norm", "reward_logp_corr", "update/changed"}
+    assert every_verdict_reads <= documented

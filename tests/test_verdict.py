@@ -381,6 +381,7 @@ def test_on_stalled_stop_ends_the_run_and_a_resumed_run_knows_its_past(tmp_path:
     run = history(30, total=80, settings=SETTINGS, **(SOUND | TINY_KL))
     written(tmp_path, history(20, total=80, settings=SETTINGS, **(SOUND | TINY_KL)))
     live = LiveVerdict(tmp_path / "metrics.jsonl", SETTINGS, 80, lambda _: None, lambda _: None, "stop")
-    for row in run.rows[20:24]:
+    for row in run.rows[18:24]:  # from a checkpoint after step 18
         live.update(row)
+    assert [row["step"] for row in live.rows] == list(range(1, 25))
     assert live.stop

@@ -191,7 +191,7 @@ def one(scenario: Scenario, variant: Variant, work: Path) -> None:
 
 
 def keep(head: dict[str, Any], lines: list[str]) -> None:
-    """Write a history: its head, then a row a step with five digits."""
+    """Write a history: its head, then a row a step with four digits."""
     out = [json.dumps(head)]
     for line in lines:
         row = {
@@ -199,7 +199,7 @@ def keep(head: dict[str, Any], lines: list[str]) -> None:
             for k, v in json.loads(line).items()
             if not k.startswith("seconds/") and k not in ("epoch", "step_time")
         }
-        out.append(json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}))
+        out.append(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}))
     HISTORIES.mkdir(exist_ok=True)
     with gzip.GzipFile(HISTORIES / f"{head['name']}.jsonl.gz", "wb", mtime=0) as file:
         file.write(("\n".join(out) + "\n").encode())

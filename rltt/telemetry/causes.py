@@ -121,9 +121,10 @@ def truncated(s: Signals) -> Finding | None:
     limit = int(max(longest)) if limit is None and longest else limit
     change = limit and Change(f"rollout.max_completion_length={2 * limit}", f"now {limit}: completions do not fit")
     rising = s.solve is not None and s.solve.rises >= SURE
+    lost = s.kl is not None and s.kl.last.median >= KL_FAR
     return Finding(
         "truncated",
-        None if rising else "stalled",
+        "unstable" if lost else None if rising else "stalled",
         CERTAIN if last.mean > 0.9 else 0.95,
         (seen(last, "share of completions that are cut; each gets reward 0 with full weight"),),
         change or None,
@@ -474,16 +475,16 @@ CAUSES: tuple[Callable[[Signals], Finding | None], ...] = (
     rollout_mismatch,
     bad_golds,
     held_out_falls,
-    kl_explosion,
     reward_constant,
     updates_vanish,
     learning_rate_too_small,
     truncated,
     unparseable,
+    kl_explosion,
     entropy_collapse,
     too_easy,
-    reward_unrelated,
     too_hard,
+    reward_unrelated,
     gradient_spikes,
     reference_wrong,
     loops_identical,

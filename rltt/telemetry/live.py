@@ -63,6 +63,9 @@ class LiveVerdict:
 
     def update(self, row: Mapping[str, float | None]) -> dict[str, float]:
         """Judge the run with one more step, and return the verdict as metrics of that step."""
+        # A run that goes on from a checkpoint makes the steps after it once more.
+        while self.rows and (self.rows[-1]["step"] or 0) >= (row["step"] or 0):
+            self.rows.pop()
         self.rows.append(dict(row))
         history = History(self.rows, "metrics.jsonl", self.settings, self.total_steps, self.before)
         verdict = judge(history)

@@ -73,6 +73,8 @@ class RunDirectory:
 
     def write_verdict(self, verdict: Verdict) -> None:
         """The verdict of the last step, in place of the one before."""
+        if not is_main():
+            return
         write_text(self.path / "verdict.json", json.dumps(verdict.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
