@@ -27,3 +27,7 @@ class PolicyError(UserError):
 
 class ParityError(UserError):
     """The rollout engine and the training path give the same tokens different log-probs."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, is damaged, or belongs to another run."""

@@ -37,6 +37,11 @@ def everyones(values: list[Any]) -> list[list[Any]]:
     return gathered
 
 
+def of_main(value: Any) -> Any:
+    """The main process's value, on every process."""
+    return everyones([value])[0][0]
+
+
 def wait_for_everyone() -> None:
     """Return when every process has come here."""
     if world_size() > 1:

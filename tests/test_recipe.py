@@ -223,7 +223,10 @@ def test_wrong_overrides(write, override, expected):
             "objective.importance_sampling_level: has no effect unless loss_type is one of",
         ),
         ("train.warmup_steps=5", "train.warmup_steps: has no effect unless lr_scheduler_type is another"),
-        ("train.save_total_limit=1", "train.save_total_limit: has no effect unless save_steps is given"),
+        (
+            "train={save_steps: null, save_total_limit: 1}",
+            "train.save_total_limit: has no effect unless save_steps is given",
+        ),
         (
             "train.per_device_train_batch_size=24",
             "train.per_device_train_batch_size: 24 does not divide the 256 completions of an update",

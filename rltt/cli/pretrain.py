@@ -1,6 +1,7 @@
 """`rltt pretrain`: train with the LoopLM objective."""
 
 from rltt.cli.train import (
+    AcceptChangeOption,
     DryRunOption,
     MainAddressOption,
     MainPortOption,
@@ -9,6 +10,7 @@ from rltt.cli.train import (
     NumProcessesOption,
     OverridesArgument,
     RecipeArgument,
+    ResumeOption,
     layout_of,
     start,
 )
@@ -18,6 +20,8 @@ def pretrain(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     dry_run: DryRunOption = False,
+    resume: ResumeOption = False,
+    accept_change: AcceptChangeOption = None,
     num_processes: NumProcessesOption = None,
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
@@ -25,4 +29,5 @@ def pretrain(
     main_port: MainPortOption = None,
 ) -> None:
     """Train a looped model with the LoopLM objective on the responses of a data set, as the recipe says."""
-    start("pretrain", recipe, overrides, dry_run, layout_of(num_processes, nodes, node_rank, main_address, main_port))
+    layout = layout_of(num_processes, nodes, node_rank, main_address, main_port)
+    start("pretrain", recipe, overrides, dry_run, layout, resume, accept_change or [])

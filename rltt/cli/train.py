@@ -17,6 +17,17 @@ OverridesArgument = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print the resolved recipe and what it amounts to, then stop.")
 ]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with the run in the run directory; one that was cut off goes on also without this.",
+    ),
+]
+AcceptChangeOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY", help="Go on although the recipe has changed in this key, such as train.learning_rate."),
+]
 
 
 NumProcessesOption = Annotated[
@@ -32,6 +43,8 @@ def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     dry_run: DryRunOption = False,
+    resume: ResumeOption = False,
+    accept_change: AcceptChangeOption = None,
     num_processes: NumProcessesOption = None,
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
@@ -39,18 +52,26 @@ def train(
     main_port: MainPortOption = None,
 ) -> None:
     """Post-train a looped policy with RL, as the recipe says."""
-    start("train", recipe, overrides, dry_run, layout_of(num_processes, nodes, node_rank, main_address, main_port))
+    layout = layout_of(num_processes, nodes, node_rank, main_address, main_port)
+    start("train", recipe, overrides, dry_run, layout, resume, accept_change or [])
 
 
 def start(
-    job: Literal["train", "pretrain"], file: Path, overrides: list[str] | None, dry_run: bool, layout: Layout | None
+    job: Literal["train", "pretrain"],
+    file: Path,
+    overrides: list[str] | None,
+    dry_run: bool,
+    layout: Layout | None,
+    resume: bool,
+    accept: list[str],
 ) -> None:
     """Run a recipe, here or in the processes of a layout, or say what it amounts to."""
     from rltt.recipe import load_recipe
 
     recipe = load_recipe(file, overrides or [])
     recipe.require(job)
-    arguments = [job, str(file), *(overrides or [])]
+    arguments = [job, str(file), *(overrides or []), *(["--resume"] if resume else [])]
+    arguments += [f"--accept-change={key}" for key in accept]
     if layout is not None and recipe.train.sharding == "none":
         raise UserError(
             f"train.sharding: 'none' is for one process, but --num-processes asks for {layout.processes}; "
@@ -78,7 +99,7 @@ def start(
             typer.echo(f"launch it with:  {layout.torchrun(arguments)}")
             typer.echo(f"or, with GPUs:   {layout.accelerate(arguments)}")
         return
-    path = run.train(recipe) if job == "train" else run.pretrain(recipe)
+    path = run.train(recipe, resume, accept) if job == "train" else run.pretrain(recipe, resume, accept)
     if is_main():
         typer.echo(f"finished: {path}")
 

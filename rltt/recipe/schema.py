@@ -336,6 +336,8 @@ class TrainSection(Section):
     """Gradient norm above which the gradient is scaled down."""
     per_device_train_batch_size: Count | None = None
     """Completions in one forward and backward; null: rollout.num_generations."""
+    max_nonfinite_steps: Count = 5
+    """Updates in a row with a NaN or infinite gradient, all of them skipped, that end the run."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward to save memory."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -348,10 +350,10 @@ class TrainSection(Section):
     """DeepSpeed's own JSON, in place of the one made from sharding and offload."""
     seed: Whole = 0
     """Seed of everything random in the run."""
-    save_steps: Count | None = None
-    """Steps between checkpoints; null: only at the end."""
+    save_steps: Count | None = 25
+    """Steps between checkpoints, of RL and of LoopLM training; a killed run goes on from the last. null: none."""
     save_total_limit: Count | None = 2
-    """Checkpoints kept of those; null: all."""
+    """Checkpoints kept, the last and the best in held-out solve rate always among them; null: all."""
 
     def problems(self) -> Iterator[Problem]:
         if self.lr_scheduler_type == "constant":

@@ -61,6 +61,15 @@ class LiveVerdict:
         self._new: tuple[str, str | None] = self._told
         self._since = 0
 
+    def replay(self) -> None:
+        """Judge the run's past once more, in silence: what was told then is not told again."""
+        past, self.rows = self.rows, []
+        say, keep, on_stalled = self.say, self.keep, self.on_stalled
+        self.say, self.keep, self.on_stalled = (lambda _: None), (lambda _: None), "warn"
+        for row in past:
+            self.update(row)
+        self.say, self.keep, self.on_stalled = say, keep, on_stalled
+
     def update(self, row: Mapping[str, float | None]) -> dict[str, float]:
         """Judge the run with one more step, and return the verdict as metrics of that step."""
         # A run that goes on from a checkpoint makes the steps after it once more.

@@ -33,19 +33,29 @@ class MetricsCallback(TrainerCallback):
         console: Console,
         evaluate: Callable[[int], EvalResult] | None,
         verdict: LiveVerdict,
+        evaluated: Callable[[float], None],
     ) -> None:
         self.verdict = verdict
         self.recipe = recipe
+        self.evaluated = evaluated
         self.run = run
         self.console = console
         self.evaluate = evaluate
         self.evaluation: dict[str, float | None] = {}
         self.of_rollout: dict[str, Any] = {}
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # A run that goes on may be inside a rollout, which its last row tells of.
+        for row in self.run.rows()[-1:]:
+            self.of_rollout = {key: value for key, value in row.items() if key.startswith(ROLLOUT_METRICS)}
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # transformers logs a step after this, so its row can carry the evaluation.
         if self.evaluate is not None and state.global_step % (self.recipe.evaluate.every or 1) == 0:
             result = self.evaluate(state.global_step)
+            self.evaluated(result.solve_rate)
             self.evaluation = {"eval/solve_rate": result.solve_rate, "eval/stderr": result.stderr}
 
     def on_log(

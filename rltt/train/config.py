@@ -68,6 +68,10 @@ class RLTTConfig(GRPOConfig):
         default=10,
         metadata={"help": "Rollouts from one parity check to the next; the first is checked. All are measured."},
     )
+    max_nonfinite_steps: int = field(
+        default=5,
+        metadata={"help": "Updates in a row with a NaN or infinite gradient, all skipped, that end training."},
+    )
     logging_steps: float = field(default=1, metadata={"help": "Log every so many updates."})
 
     def __post_init__(self) -> None:
@@ -85,6 +89,8 @@ class RLTTConfig(GRPOConfig):
             raise ValueError(f"credit_alpha must not be negative, found {self.credit_alpha}")
         if self.parity_check_rollouts < 1:
             raise ValueError(f"parity_check_rollouts must be at least 1, found {self.parity_check_rollouts}")
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"max_nonfinite_steps must be at least 1, found {self.max_nonfinite_steps}")
         if self.credit == "learned" and self.loss_type not in ("reinforce", "cispo"):
             raise ValueError(
                 f"credit 'learned' gets no gradient from loss_type {self.loss_type!r}: on policy every loop's ratio is "

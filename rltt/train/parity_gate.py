@@ -47,6 +47,7 @@ class ParityGate:
         turns: what the engine did for the rollout at hand: the trainer appends, `check` empties.
         examine: diagnose even where nothing is wrong, and go on where something is: for `rltt doctor`.
         checked: the rollouts that were examined.
+        rollouts: how many have come so far.
     """
 
     def __init__(self, trainer: "RLTTTrainer", every: int) -> None:
@@ -55,7 +56,7 @@ class ParityGate:
         self.turns: list[Turn] = []
         self.examine = False
         self.checked: list[Checked] = []
-        self._rollouts = 0
+        self.rollouts = 0
 
     def check(self, batch: dict[str, Any], training: Float[Tensor, "B C"], mode: str) -> dict[str, float]:
         """Measure this rollout, and return its metrics.
@@ -70,8 +71,8 @@ class ParityGate:
         turns, self.turns = self.turns, []
         parity = self._measure(batch, training)
         if mode == "train":
-            due = self._rollouts % self.every == 0
-            self._rollouts += 1
+            due = self.rollouts % self.every == 0
+            self.rollouts += 1
             if due or self.examine:
                 self._judge(parity, self._rows(batch, training, turns))
         metrics = {f"parity/{name}": float(value) for name, value in asdict(parity).items()}

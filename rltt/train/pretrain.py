@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from transformers import TrainingArguments as HFTrainingArguments
 
 from ..data import prompt_ids
@@ -20,6 +20,7 @@ from ..errors import DataError
 from ..models.load import end_of_response_id
 from ..models.looped import LoopedForCausalLM, Score
 from ..objective.looplm import looplm_token_loss
+from .faults import GuardedTrainer
 from .token_means import TokenMeans
 
 GATE_COLLAPSE = 0.95
@@ -30,7 +31,7 @@ class GateCollapseWarning(UserWarning):
     """The exit gate sends nearly all tokens out after the first loop."""
 
 
-class LoopLMTrainer(Trainer):
+class LoopLMTrainer(GuardedTrainer):
     """transformers' Trainer with the LoopLM objective. Rows are those of `tokenize_responses`.
 
     Args:

@@ -4,8 +4,9 @@ Read top to bottom: data and rewards are checked, the policy is loaded (and warm
 """
 
 import logging
+import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,11 @@ from transformers.utils import logging as transformers_logging
 
 from ..data import arithmetic_tokenizer, load_split
 from ..data.problems import Problem
-from ..errors import PolicyError, RecipeError
+from ..errors import CheckpointError, PolicyError, RecipeError
 from ..evaluate import EvalResult, evaluate_policy
 from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
-from ..processes import is_main, share, wait_for_everyone, world_size
+from ..processes import is_main, of_main, share, wait_for_everyone, world_size
 from ..recipe import Recipe
 from ..rewards import load_rewards
 from ..rewards.golds import gold_checks, without_bad_golds
@@ -35,6 +36,7 @@ from ..telemetry import HeldOut, LiveVerdict, flat
 from .callbacks import MetricsCallback, PretrainMetricsCallback, show
 from .config import RLTTConfig
 from .console import ProgressCallback
+from .faults import NonFiniteError
 from .plan import plan
 from .policy import (
     Policy,
@@ -47,8 +49,10 @@ from .policy import (
     unwrapped,
     uses_chat,
 )
+from .preemption import Preempted, Preemption, StopAtStep, preemption
 from .pretrain import LoopLMTrainer, StopWhen, pad_collator, tokenize_responses
-from .run_directory import RunDirectory, check_free, checkpoints_of
+from .resume import rewind, unfinished
+from .run_directory import RunDirectory, checkpoints_of
 from .sharding import (
     begin_trainer,
     can_save_alone,
@@ -64,25 +68,32 @@ from .trainer import RLTTTrainer, RolloutWriter, check_trainable
 WARM_START_PROMPTS = 64
 
 
-def train(recipe: Recipe) -> Path:
-    """Run a train recipe and return its run directory.
+def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> Path:
+    """Run a train recipe, or go on with a run of it that was cut off, and return its run directory.
+
+    Args:
+        resume, accept: see `unfinished`.
 
     Raises:
+        Preempted: on a SIGTERM, with the run saved.
         UserError: anything in the recipe, the data, the rewards or the checkpoint that cannot work, before training.
     """
     recipe.require("train")
-    check_free(recipe.run_directory)
     console = make_console()
+    say = warning_on(console)
+    previous = unfinished(recipe, resume, accept, say)
     ready = prepare(recipe, console)
     policy, rewards, dataset, eval_dataset = ready.policy, ready.rewards, ready.dataset, ready.eval_dataset
     responses = None if recipe.pretrain is None else learnable(policy, dataset)
     describe_policy(policy, console)
 
-    run = RunDirectory(recipe)
+    run = RunDirectory(recipe, of_main(previous))
     report_failures(rewards, run, console)
-    with recorded(run):
-        if responses is not None:
-            policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console)
+    with recorded(run), preemption() as asked:
+        if of_main((run.path / "start").is_dir()):
+            policy = started(recipe, policy, run)
+        elif responses is not None:
+            policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console, asked)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
         trainer: RLTTTrainer | None = None
@@ -91,19 +102,24 @@ def train(recipe: Recipe) -> Path:
             assert eval_dataset is not None
             return measure(recipe, policy, eval_dataset, rewards[0], seed, trainer)
 
-        if eval_dataset is not None and recipe.evaluate.before:
+        if eval_dataset is not None and recipe.evaluate.before and "eval_before" not in run.summary:
             before = evaluate(recipe.train.seed)
             run.update_summary(eval_before=before.to_dict())
             console.print(f"held-out before: {before}", highlight=False)
 
+        checkpoint = rewind(run, checkpoints_of(run.path), ("metrics.jsonl", "reward_failures.jsonl"), say)
         adapted = with_lora(recipe, policy, run)
         trainer = make_trainer(ready.config, adapted, dataset, rewards, run.write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
-        metrics = MetricsCallback(recipe, run, console, evaluate_during, live_verdict(recipe, run, console))
-        show(trainer, metrics, ProgressCallback(console, "RL"))
+        metrics = MetricsCallback(
+            recipe, run, console, evaluate_during, live_verdict(recipe, run, console), trainer.note_evaluation
+        )
+        show(trainer, metrics, ProgressCallback(console, "RL"), StopAtStep(trainer, asked))
         try:
-            with unscored_told_once():
-                trainer.train()
+            with unscored_told_once(), asked.waiting():
+                trainer.train(resume_from_checkpoint=checkpoint)
+        except (Preempted, CheckpointError, NonFiniteError):  # the last checkpoint holds what was learned
+            raise
         except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
             if can_save_alone(trainer):
                 save_trained(trainer, policy, run)
@@ -157,27 +173,37 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     return Ready(policy, rewards, dataset, eval_dataset, config)
 
 
-def pretrain(recipe: Recipe) -> Path:
-    """Run a pretrain recipe and return its run directory; the model is in its `policy/`.
+def pretrain(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> Path:
+    """Run a pretrain recipe, or go on with one, and return its run directory; the model is in its `policy/`.
+
+    Args:
+        resume, accept: see `unfinished`.
 
     Raises:
+        Preempted: on a SIGTERM, with the run saved.
         UserError: as in `train`.
     """
     recipe.require("pretrain")
     join_processes(recipe.train)
-    check_free(recipe.run_directory)
-    problems, _ = load_split(recipe.data)
     console = make_console()
+    say = warning_on(console)
+    previous = unfinished(recipe, resume, accept, say)
+    problems, _ = load_split(recipe.data)
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     set_seed(recipe.train.seed)
     policy = load(recipe)
     responses = learnable(policy, make_dataset(problems, recipe, policy, console, "training"))
     describe_policy(policy, console)
-    run = RunDirectory(recipe)
-    with recorded(run):
-        trainer = looplm_trainer(recipe, policy, responses, run, console)
+    run = RunDirectory(recipe, previous)
+    with recorded(run), preemption() as asked:
+        trainer = looplm_trainer(recipe, policy, responses, run, console, asked)
+        run.resumed = of_main(previous)  # the trainer has connected the processes
+        checkpoint = rewind(run, Path(trainer.args.output_dir), ("pretrain.jsonl",), say)
         try:
-            trainer.train()
+            with asked.waiting():
+                trainer.train(resume_from_checkpoint=checkpoint)
+        except (Preempted, CheckpointError, NonFiniteError):  # the last checkpoint holds what was learned
+            raise
         except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
             if can_save_alone(trainer):
                 save_pretrained(trainer, policy, run, "policy", "steps")
@@ -235,10 +261,11 @@ def warm_start(
     reward: NamedReward,
     run: RunDirectory,
     console: Console,
+    asked: Preemption,
 ) -> Policy:
     """LoopLM pretraining before RL. The result is saved as `start/`, and loaded from there for a clean beginning."""
     assert recipe.pretrain is not None
-    trainer = looplm_trainer(recipe, policy, responses, run, console)
+    trainer = looplm_trainer(recipe, policy, responses, run, console, asked)
     target = recipe.pretrain.stop_at_solve_rate
     if target is not None:
         stride = max(1, len(dataset) // WARM_START_PROMPTS)
@@ -253,17 +280,28 @@ def warm_start(
             return result.solve_rate >= target
 
         trainer.add_callback(StopWhen(reached, recipe.pretrain.check_every))
+    checkpoint = rewind(run, Path(trainer.args.output_dir), ("pretrain.jsonl",), warning_on(console))
     try:
-        trainer.train()
+        with asked.waiting():
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except (Preempted, CheckpointError, NonFiniteError):  # the last checkpoint holds what was learned
+        raise
     except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
         if can_save_alone(trainer):
             save_pretrained(trainer, policy, run, "policy", "pretrain_steps")
         raise
     save_pretrained(trainer, policy, run, "start", "pretrain_steps")
+    if is_main():
+        shutil.rmtree(trainer.args.output_dir, ignore_errors=True)  # the checkpoints, of which start/ is the outcome
     wait_for_everyone()
+    return started(recipe, policy, run)
+
+
+def started(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
+    """The policy in `start/`."""
     with whole_weights():
-        started = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
-    return Policy(started, policy.tokenizer)
+        model = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
+    return Policy(model, policy.tokenizer)
 
 
 def save_pretrained(trainer: LoopLMTrainer, policy: Policy, run: RunDirectory, name: str, steps: str) -> None:
@@ -281,7 +319,7 @@ def learnable(policy: Policy, dataset: Dataset) -> Dataset:
 
 
 def looplm_trainer(
-    recipe: Recipe, policy: Policy, responses: Dataset, run: RunDirectory, console: Console
+    recipe: Recipe, policy: Policy, responses: Dataset, run: RunDirectory, console: Console, asked: Preemption
 ) -> LoopLMTrainer:
     """The trainer of the LoopLM objective, with its console and its metrics file."""
     section = recipe.pretrain
@@ -293,7 +331,7 @@ def looplm_trainer(
         world_size(),
     )
     args = TrainingArguments(
-        output_dir=str(checkpoints_of(run.path)),
+        output_dir=str(checkpoints_of(run.path) / "pretrain"),
         max_steps=section.max_steps,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -307,7 +345,9 @@ def looplm_trainer(
         bf16=bf16(recipe),
         seed=recipe.train.seed,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="no" if recipe.train.save_steps is None else "steps",
+        save_steps=recipe.train.save_steps or 500,
+        save_total_limit=recipe.train.save_total_limit,
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -323,7 +363,9 @@ def looplm_trainer(
         train_dataset=responses,
         data_collator=pad_collator(policy.tokenizer.pad_token_id),
     )
-    show(trainer, PretrainMetricsCallback(run, console), ProgressCallback(console, "LoopLM"))
+    show(
+        trainer, PretrainMetricsCallback(run, console), ProgressCallback(console, "LoopLM"), StopAtStep(trainer, asked)
+    )
     return trainer
 
 
@@ -381,6 +423,7 @@ def live_verdict(recipe: Recipe, run: RunDirectory, console: Console) -> LiveVer
     )
     if (before := run.summary.get("eval_before")) is not None:
         verdict.before = HeldOut(0, before["solve_rate"], before["stderr"])
+    verdict.replay()
     return verdict
 
 
@@ -455,6 +498,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         adam_beta1=section.adam_beta1,
         adam_beta2=section.adam_beta2,
         max_grad_norm=section.max_grad_norm,
+        max_nonfinite_steps=section.max_nonfinite_steps,
         gradient_checkpointing=section.gradient_checkpointing,
         bf16=bf16(recipe),
         seed=section.seed,
@@ -525,6 +569,12 @@ def recorded(run: RunDirectory) -> Iterator[None]:
             # DeepSpeed calls collectives by names that torch has replaced: a line for each kind and process.
             warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
             yield
+    except Preempted:
+        run.close("preempted")
+        if is_main():
+            told = f"SIGTERM: saved; the same command goes on with {run.path}"
+            Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+        raise
     except KeyboardInterrupt:
         run.close("interrupted")
         if is_main():

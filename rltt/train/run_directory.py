@@ -8,13 +8,16 @@
     reward_failures.jsonl   each completion on which a reward function failed, with the traceback; only if there is one
     rollouts/         the completions of each step: prompt, completion, gold, rewards, advantage
     start/            the policy that RL started from, where it is not simply the checkpoint of the recipe
-    checkpoints/      during the run, with train.save_steps
+    checkpoints/      every train.save_steps steps, to go on from; those of a warm start in checkpoints/pretrain/
+    resumes/<n>/      what the n-th resume has cut off: rows, rollouts and policies beyond the step that it went on from
     policy/           the policy at the end, in HF format
     summary.json      evaluation before and after, steps, seconds, status
 
 Files appear whole or not at all, and nothing that is there is ever overwritten.
+A run that goes on keeps these files; see resume.py.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -25,7 +28,7 @@ import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from .. import __version__
 from ..errors import UserError
@@ -35,7 +38,7 @@ from ..recipe import Recipe
 from ..rewards.guard import FailureReport
 from ..telemetry import Verdict
 
-Status = Literal["running", "finished", "interrupted", "failed"]
+Status = Literal["running", "finished", "interrupted", "failed", "preempted"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
 
 
@@ -44,25 +47,54 @@ class RunDirectory:
 
     Args:
         recipe: the resolved recipe; its `run_directory` is created.
+        resumed: the summary of the run in that folder, when it goes on.
 
     Raises:
-        UserError: the folder holds files already, or cannot be written.
+        UserError: the folder holds files already, cannot be written, or another process is running in it.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        check_free(recipe.run_directory)
+    def __init__(self, recipe: Recipe, resumed: dict[str, Any] | None = None) -> None:
+        if resumed is None:
+            check_free(recipe.run_directory)
         self.path = recipe.run_directory
-        self.started = time.time()
-        self.summary: dict[str, Any] = {"name": recipe.name, "status": "running", "steps": 0}
+        self.resumed = resumed
+        self.started = time.time() - (resumed or {}).get("seconds", 0.0)
+        self.summary: dict[str, Any] = (resumed or {"name": recipe.name, "steps": 0}) | {"status": "running"}
+        self.summary.pop("error", None)
+        self._lock: IO[str] | None = None
         if not is_main():
             return
         try:
             (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            if resumed is None:
+                write_text(self.path / "versions.json", json.dumps(_versions(), indent=2) + "\n")
+            self._lock = lock(self.path / "versions.json")
             write_text(self.path / "recipe.yaml", recipe.to_yaml())
-            write_text(self.path / "versions.json", json.dumps(_versions(), indent=2) + "\n")
         except OSError as error:
             raise UserError(f"{self.path}: cannot write the run directory: {error}") from error
         self._write_summary()
+
+    def note_resume(self, step: int) -> None:
+        """Note in the summary that the run goes on from a step, and what it was after an earlier end."""
+        if not is_main():
+            return
+        versions = json.loads((self.path / "versions.json").read_text(encoding="utf-8"))
+        changed = {key: now for key, now in _versions().items() if versions.get(key) != now}
+        entry = {"step": step, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | ({"versions": changed} if changed else {})
+        if "eval_after" in self.summary:
+            entry["eval_after"] = self.summary.pop("eval_after")
+        self.update_summary(steps=step, resumes=[*self.summary.get("resumes", []), entry])
+
+    def remove_partial(self) -> None:
+        """Remove what a killed process left half written."""
+        for left in self.path.rglob(".*.partial"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def rows(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """What has been logged so far."""
+        if not (self.path / file).is_file():
+            return []
+        return [json.loads(line) for line in (self.path / file).read_text(encoding="utf-8").splitlines()]
 
     def log_metrics(self, row: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append one step. NaN and infinities, which JSON does not have, become null."""
@@ -111,12 +143,14 @@ class RunDirectory:
 
     def update_summary(self, **values: Any) -> None:
         """Add to summary.json, which is on disk and whole at any time."""
-        self.summary |= values
+        self.summary |= values | {"seconds": round(time.time() - self.started, 1)}
         self._write_summary()
 
     def close(self, status: Status, **values: Any) -> None:
         """Write the final status."""
-        self.update_summary(status=status, seconds=round(time.time() - self.started, 1), **values)
+        self.update_summary(status=status, **values)
+        if self._lock is not None:
+            self._lock.close()
 
     def _write_summary(self) -> None:
         if not is_main():
@@ -161,6 +195,22 @@ def check_free(path: Path) -> None:
 def finite(row: dict[str, Any]) -> dict[str, Any]:
     """A step with None for NaN and infinities."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def lock(file: Path) -> IO[str]:
+    """Hold a run by one of its files; the system lets go of it when this process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    opened = file.open("r+", encoding="utf-8")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{file.parent}: another process is running in it; wait for it, or end it") from None
+    except OSError:  # a file system without locks: nothing to hold
+        pass
+    return opened
 
 
 def _free_name(path: Path) -> Path:

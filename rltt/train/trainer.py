@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import disable_dropout_in_model
+from trl.trainer.utils import disable_dropout_in_model, split_tensor_dict
 
 from ..errors import PolicyError, UserError
 from ..models.adapters import AdaptersOff, activate, add_adapters, check_peft_config, has_adapters, without_wrapper
@@ -33,7 +33,9 @@ from ..objective.kl import k3, kl_to_last_loop
 from ..objective.policy_loss import REDUCTION, reduce_tokens
 from ..rollout.record import recorded_log_probs
 from ..rollout.vllm import require_vllm
+from .checkpoint import fingerprint
 from .config import RLTTConfig
+from .faults import GuardedTrainer, OutOfMemoryInStepError, ScoringMemory, UpdateShare
 from .parity_gate import ParityGate, Turn
 from .sharding import begin_trainer
 from .token_means import TokenMeans
@@ -59,7 +61,7 @@ class CompletionScores:
     credit: Tensor | None
 
 
-class RLTTTrainer(GRPOTrainer):
+class RLTTTrainer(GuardedTrainer, GRPOTrainer):
     """GRPO/RLTT for looped policies. Used as TRL's own trainers are.
 
     Args:
@@ -105,6 +107,7 @@ class RLTTTrainer(GRPOTrainer):
         # A copy of what is in memory. TRL would load the path in the configuration once more, which after an edit or
         # a resumed checkpoint holds other weights. It is made before TRL binds its patched forward to the policy.
         reference = None if with_adapters else copy.deepcopy(policy).requires_grad_(False).eval()
+        self.reference_fingerprint = fingerprint(policy)
         if args.credit == "learned":
             policy.credit = credit_schemes.LearnedCredit(policy.loop_spec.loops)
 
@@ -122,11 +125,15 @@ class RLTTTrainer(GRPOTrainer):
         if use_vllm:
             self._start_engine()
         self.parity_gate = ParityGate(self, args.parity_check_rollouts)
+        self.max_nonfinite_steps = args.max_nonfinite_steps
+        self.scoring_memory = ScoringMemory()
+        self.add_callback(UpdateShare(self, lambda share: self._metrics["train"]["update/changed"].append(share)))
         self.rollout_writer = rollout_writer
         self._token_means = {"train": TokenMeans(), "eval": TokenMeans()}
         self._loop_log_probs: Tensor | None = None
         self._rewards: Tensor | None = None
         self._seconds: dict[str, float] = {}
+        self._train_sampler: Any = None
 
     def _prepare_reference(self, reference: LoopedForCausalLM) -> Any:
         if self.args.disable_dropout:
@@ -191,10 +198,45 @@ class RLTTTrainer(GRPOTrainer):
             )
         return optimizer
 
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(*args, **kwargs)
         if self.policy is not self.accelerator.unwrap_model(self.model):
             activate(self.accelerator.unwrap_model(self.model))  # transformers leaves only the first one trainable
+
+    def process_state(self) -> dict[str, Any]:
+        """The rollout that later updates still use, and what has been counted."""
+        used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return {
+            **super().process_state(),
+            "rollout": None if used_up else self._buffered_inputs,
+            "metrics": {mode: dict(metrics) for mode, metrics in self._metrics.items()},
+            "token_means": {mode: means.sums for mode, means in self._token_means.items()},
+            "rollouts_at_gate": self.parity_gate.rollouts,
+        }
+
+    def load_process_state(self, state: dict[str, Any]) -> None:
+        """Take `process_state` back."""
+        super().load_process_state(state)
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        self._buffered_inputs = resplit(state["rollout"], self.args.steps_per_generation)
+        for mode, metrics in state["metrics"].items():
+            self._metrics[mode].update(metrics)
+            self._token_means[mode].sums = state["token_means"][mode]
+        self.parity_gate.rollouts = state["rollouts_at_gate"]
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        epochs, steps = super()._init_training_state(*args, **kwargs)
+        # TRL's sampler draws a new order for each pass over the data from a generator of its own.
+        if epochs and self._train_sampler is not None and self._train_sampler.shuffle:
+            for _ in range(epochs):
+                torch.randperm(self._train_sampler.num_samples, generator=self._train_sampler.generator)
+        return epochs, steps
 
     # ------------------------------------------------------------------------------------------------ rollout
 
@@ -269,7 +311,8 @@ class RLTTTrainer(GRPOTrainer):
         size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        scores = self._score(model, ids, mask, batch["completion_ids"].size(1), batch_size=size, last_only=True)
+        length = batch["completion_ids"].size(1)
+        scores = self._score_as_fits(model, ids, mask, length, size, last_only=True)
         return scores.log_probs[..., -1]
 
     def _write_rollouts(
@@ -313,12 +356,19 @@ class RLTTTrainer(GRPOTrainer):
     ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B C"], None]:
         """TRL's hook for old and reference log-probs: the last loop's, with every loop's kept aside for the policy."""
         is_reference = model is self.ref_model
-        scores = self._score(
-            model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, last_only=is_reference
-        )
+        size = batch_size or len(input_ids)
+        scores = self._score_as_fits(model, input_ids, attention_mask, logits_to_keep, size, last_only=is_reference)
         if not is_reference:
             self._loop_log_probs = scores.log_probs
         return scores.log_probs[..., -1], scores.entropy[..., -1], None
+
+    def _score_as_fits(self, *args: Any, **kwargs: Any) -> CompletionScores:
+        """`_score` without a gradient; its last argument by position is how many sequences are scored at once."""
+        *inputs, size = args
+        if self.accelerator.num_processes > 1 and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            # Processes that hold weights for each other have to make the same number of forward passes.
+            return self._score(*inputs, batch_size=size, **kwargs)
+        return self.scoring_memory.fit(lambda fitting: self._score(*inputs, batch_size=fitting, **kwargs), size)
 
     def _score(
         self,
@@ -475,7 +525,15 @@ class RLTTTrainer(GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         # TRL samples and scores inside of this call; what is left is the update.
         start, elsewhere = time.perf_counter(), self._seconds_outside_update()
-        loss = super().training_step(*args, **kwargs)
+        try:
+            loss = super().training_step(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryInStepError(
+                f"step {self.state.global_step + 1}: the device's memory is full: {str(error).splitlines()[0]}\n"
+                f"lower train.per_device_train_batch_size ({self.args.per_device_train_batch_size} now), which changes "
+                "the result by rounding only (--accept-change train.per_device_train_batch_size goes on with this "
+                "run), or set train.gradient_checkpointing"
+            ) from error
         elsewhere = self._seconds_outside_update() - elsewhere
         self._metrics["train"]["seconds/update"].append(time.perf_counter() - start - elsewhere)
         return loss
@@ -497,6 +555,17 @@ class RLTTTrainer(GRPOTrainer):
         start = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def resplit(rollout: list[dict[str, Any]] | None, parts: int) -> list[dict[str, Any]] | None:
+    """A rollout of TRL's buffer in so many micro-batches, should the micro-batch be another than when it was made."""
+    if rollout is None or len(rollout) == parts:
+        return rollout
+    whole = {
+        key: torch.cat([part[key] for part in rollout]) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in rollout[0].items()
+    }
+    return split_tensor_dict(whole, parts)
 
 
 def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, " F"]) -> Float[Tensor, " B"]:
