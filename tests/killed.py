@@ -53,3 +53,10 @@ def half_a_row(recipe: Path, overrides: list[str]) -> None:
 
     run.RunDirectory.log_metrics = half  # type: ignore[method-assign]
     train(recipe, overrides)
+
+
+def twice(recipe: Path, overrides: list[str]) -> None:
+    """Be asked to end, and then once more before the step is done."""
+    patch("rltt.train.trainer:RLTTTrainer._compute_loss", 3, signal.SIGTERM)
+    patch("rltt.train.trainer:RLTTTrainer._compute_loss", 4, signal.SIGTERM)
+    train(recipe, overrides)

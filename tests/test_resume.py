@@ -1,5 +1,6 @@
 """Runs that end before their time, and go on: killed, asked to end, with another recipe."""
 
+import fcntl
 import json
 import multiprocessing
 import signal
@@ -22,7 +23,7 @@ policy:
 data:
   train: {path: arithmetic, difficulty: 1, size: 16}
   eval: {path: arithmetic, difficulty: 1, size: 8, split: test}
-rewards: ["my_rewards.py:letters", math]
+rewards: [{use: "my_rewards.py:letters", isolate: false}]
 objective: {credit: learned, loss_type: reinforce, credit_learning_rate: 0.1}
 pretrain: {max_steps: 5, batch_size: 8, stop_at_solve_rate: 0.99, check_every: 2}
 rollout: {num_generations: 2, max_completion_length: 8, parity_check_rollouts: 2}
@@ -94,23 +95,12 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The function, the call of it, at which the process dies; each life goes on where the one before died.
 TRAINER = "rltt.train.trainer:RLTTTrainer"
 LIVES = [
-    ("loading", "rltt.train.run:load", 1),
-    ("in the warm start, before its first checkpoint", "rltt.train.pretrain:LoopLMTrainer.compute_loss", 2),
-    ("in the warm start, after it", "rltt.train.pretrain:LoopLMTrainer.compute_loss", 5),
-    ("while start/ is saved", "rltt.train.run:RunDirectory.save_policy", 1),
-    ("in the evaluation before", "rltt.train.run:measure", 1),
-    ("in the first rollout", f"{TRAINER}._calculate_rewards", 1),
-    ("in an update, between two micro-batches", f"{TRAINER}._compute_loss", 8),
+    ("in the warm start, after its first checkpoint", "rltt.train.pretrain:LoopLMTrainer.compute_loss", 5),
     ("in an update, before the first checkpoint", f"{TRAINER}._compute_loss", 4),
-    ("while a checkpoint is written", "rltt.train.checkpoint:write_manifest", 1),
-    ("before a checkpoint gets its name", "rltt.train.checkpoint:publish", 1),
-    ("before old checkpoints are removed", "rltt.train.checkpoint:rotate", 1),
-    ("inside a rollout of two updates", f"{TRAINER}._compute_loss", 1),
-    ("in a rollout", f"{TRAINER}._calculate_rewards", 1),
-    ("in an update after that", f"{TRAINER}._compute_loss", 6),
-    ("in an evaluation on the way", "rltt.train.run:measure", 1),
+    ("while the second checkpoint is written", "rltt.train.checkpoint:write_manifest", 2),
+    ("inside a rollout of two updates", f"{TRAINER}._compute_loss", 2),
+    ("in a rollout", f"{TRAINER}._calculate_rewards", 2),
     ("before the policy is saved", "rltt.train.run:save_trained", 1),
-    ("in the evaluation after", "rltt.train.run:measure", 1),
 ]
 
 
@@ -126,3 +116,165 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_whole_one(folder: Path
     assert [entry["step"] for entry in summary_of(path)["resumes"]] == sorted(
         entry["step"] for entry in summary_of(path)["resumes"]
     )
+
+
+def test_what_was_cut_off_is_kept(folder: Path, tmp_path: Path) -> None:
+    """Killed in the second step, in the midst of a row, with no checkpoint: all of it is set aside."""
+    path = tmp_path / "cut"
+    overrides = [f"run_dir={path}", "pretrain=null", "data.eval=null", "evaluate={}"]
+    assert ended(killed.half_a_row, folder / "tiny.yaml", overrides) == -signal.SIGKILL
+    written = (path / "metrics.jsonl").read_text()
+    assert written.endswith('{"step": 99, "lo')
+    rollout = (path / "rollouts" / "step_000001.jsonl").read_text()
+    (path / ".left.partial").write_text("")
+    run.train(load_recipe(folder / "tiny.yaml", [*overrides, "train.max_steps=3"]))
+    assert (path / "resumes" / "1" / "metrics.jsonl").read_text() == written
+    assert (path / "resumes" / "1" / "rollouts" / "step_000001.jsonl").read_text() == rollout
+    assert [row["step"] for row in rows_of(path / "metrics.jsonl")] == [1, 2, 3]
+    assert not (path / ".left.partial").exists()
+    assert summary_of(path)["resumes"][0]["step"] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- SIGTERM
+
+
+def test_sigterm_saves_at_the_end_of_the_step_and_exits_with_0(folder: Path, tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "asked"
+    moment = (f"{TRAINER}._compute_loss", 5, signal.SIGTERM)  # in step 3, of which the rollout is half used
+    overrides = ["train.save_steps=100", f"run_dir={path}"]
+    assert ended(killed.train, folder / "tiny.yaml", overrides, moment) == 0
+    assert summary_of(path)["status"] == "preempted"
+    assert [checkpoint.step for checkpoint in checkpoints_in(path / "checkpoints")] == [3]
+    assert not (path / "policy").exists()
+    assert ended(killed.train, folder / "tiny.yaml", overrides) == 0
+    assert_same(path, whole)
+
+
+def test_sigterm_outside_of_training_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    moment = ("rltt.train.run:measure", 1, signal.SIGTERM)
+    assert ended(killed.train, folder / "tiny.yaml", ["pretrain=null", f"run_dir={tmp_path / 'r'}"], moment) == 0
+    assert summary_of(tmp_path / "r")["status"] == "preempted"
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_second_sigterm_does_not_wait(folder: Path, tmp_path: Path) -> None:
+    overrides = ["pretrain=null", "data.eval=null", "evaluate={}", f"run_dir={tmp_path / 'r'}"]
+    assert ended(killed.twice, folder / "tiny.yaml", overrides) == -signal.SIGTERM
+
+
+# ------------------------------------------------------------------------------------------------- which run goes on
+
+
+@pytest.fixture
+def quick(folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Trains for a step or two, in this process."""
+
+    def train(*overrides: str, resume: bool = False, accept: tuple[str, ...] = ()) -> Path:
+        plain = ("pretrain=null", "data.eval=null", "evaluate={}", "train.save_steps=1", "train.max_steps=2")
+        recipe = load_recipe(folder / "tiny.yaml", [*plain, f"run_dir={tmp_path / 'run'}", *overrides])
+        return run.train(recipe, resume, accept)
+
+    return train
+
+
+def set_status(path: Path, **values: Any) -> None:
+    (path / "summary.json").write_text(json.dumps(summary_of(path) | values))
+
+
+def test_a_finished_run_goes_on_when_it_is_asked_to_and_has_more_steps(
+    quick: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = quick()
+    with pytest.raises(UserError, match="holds a run already, which is not overwritten"):
+        quick()
+    with pytest.raises(UserError, match=r"the run has finished its 2 steps; raise train.max_steps to go on"):
+        quick(resume=True)
+    capsys.readouterr()
+    quick("train.max_steps=4", resume=True)
+    told = capsys.readouterr().out
+    assert "holds a run that was finished at step 2; going on with it" in told
+    assert "train.max_steps: 2 is now 4" in told
+    assert f"going on from step 2 ({path / 'checkpoints' / 'checkpoint-2'})" in told
+    assert [row["step"] for row in rows_of(path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (path / "resumes" / "1" / "policy" / "model.safetensors").is_file()
+    assert load_recipe(path / "recipe.yaml").train.max_steps == 4
+
+
+def test_changes_of_the_recipe_are_refused_or_accepted_by_name(quick: Callable[..., Path]) -> None:
+    path = quick()
+    set_status(path, status="failed", steps=2)
+    changed = ("train.learning_rate=0.02", "objective.beta=0.1", "train.max_steps=3", "train.save_steps=2")
+    with pytest.raises(UserError) as caught:
+        quick(*changed)
+    assert str(caught.value).splitlines() == [
+        f"{path}: holds a run of another recipe:",
+        "  objective.beta: was 0.0, is 0.1",
+        "  train.learning_rate: was 0.01, is 0.02",
+        "begin a new run (run_dir=…), or put the recipe back as it was",
+        "or go on with the change: --accept-change objective.beta --accept-change train.learning_rate",
+    ]
+    with pytest.raises(UserError, match=r"(?s)  objective\.beta: was.*--accept-change objective\.beta$"):
+        quick(*changed, accept=("train.learning_rate",))
+    with pytest.raises(UserError, match=r"--accept-change train.seed: the recipe says the same of it"):
+        quick(*changed, accept=("train.seed",))
+    for fixed in ("data.train.size=32", "train.prompts_per_step=2", "train.seed=1", "objective={credit: uniform}"):
+        with pytest.raises(UserError, match=r"holds a run of another recipe:\n  .*: was .*, is .* \(.*\)") as caught:
+            quick(fixed)
+        assert "--accept-change" not in str(caught.value)
+    quick(*changed, accept=("train.learning_rate", "objective.beta"))
+    rows = rows_of(path / "metrics.jsonl")
+    assert rows[2]["lr"] / rows[0]["lr"] == pytest.approx(2 * 0.25)  # cosine over three steps, of the new rate
+
+
+def test_a_smaller_micro_batch_goes_on_inside_a_rollout(quick: Callable[..., Path]) -> None:
+    path = quick("train.max_steps=3", "train.save_steps=1")
+    set_status(path, status="failed")
+    smaller = ("train.per_device_train_batch_size=2", "train.max_steps=4", "train.save_steps=1")
+    quick(*smaller, accept=("train.per_device_train_batch_size",))
+    assert [row["step"] for row in rows_of(path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert sorted(file.name for file in (path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000003.jsonl"]
+
+
+def test_a_run_that_is_under_way_is_left_alone(quick: Callable[..., Path]) -> None:
+    path = quick()
+    set_status(path, status="running")
+    with (path / "versions.json").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="run: another process is running in it; wait for it, or end it"):
+            quick()
+    quick()  # its process is gone
+
+
+def test_there_has_to_be_a_run_to_go_on_with(folder: Path, tmp_path: Path) -> None:
+    def message(*options: str) -> str:
+        ended = CliRunner().invoke(app, ["train", str(folder / "tiny.yaml"), f"run_dir={tmp_path / 'none'}", *options])
+        assert ended.exit_code == 2
+        return ended.stderr
+
+    assert "none: holds no run to go on with; leave --resume out to begin one" in message("--resume")
+    assert "--accept-change train.seed: " in message("--accept-change", "train.seed")
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
+    quick: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = quick()
+    set_status(path, status="running")
+    damaged = path / "checkpoints" / "checkpoint-2" / "optimizer.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    quick()
+    told = capsys.readouterr().out
+    assert re.search(r"damaged checkpoint, not used: .*checkpoint-2/optimizer\.pt: has [\d,]+ bytes, but", told)
+    assert "going on from step 1" in told
+    assert [row["step"] for row in rows_of(path / "metrics.jsonl")] == [1, 2]
+    assert (path / "checkpoints" / "checkpoint-2.damaged").is_dir()
+
+
+def test_every_key_that_is_named_is_one(folder: Path) -> None:
+    keys = differences(load_recipe(folder / "tiny.yaml"), load_recipe(folder / "tiny.yaml", ["name=other"]))
+    assert keys == {"name": ("tiny", "other")}
+    recipe = load_recipe(folder / "tiny.yaml").model_dump()
+    for key in (*FREE, *FIXED):
+        value: Any = recipe
+        for part in key.split("."):
+            value = value[part]

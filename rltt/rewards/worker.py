@@ -66,7 +66,7 @@ def serve(connection: Connection, function: Callable[[Any], Any], deadline: floa
     while True:
         try:
             batch = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset: the other side was killed
             return
         for item in batch:
             signal.setitimer(signal.ITIMER_REAL, deadline)
