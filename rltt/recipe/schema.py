@@ -300,11 +300,13 @@ class RolloutSection(Section):
     """Share of the GPU's memory for an engine inside the training process (engine: vllm)."""
     vllm_tensor_parallel_size: Count = 1
     """Training processes that one engine inside of them is spread over (engine: vllm)."""
+    vllm_timeout: Positive = 3600.0
+    """Seconds that a rollout may take until the engine counts as hung and is started anew, once (engine: vllm)."""
 
     def problems(self) -> Iterator[Problem]:
         colocated = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
         if self.engine != "vllm":
-            yield from self.idle("vllm_server", *colocated, unless="engine is 'vllm'")
+            yield from self.idle("vllm_server", "vllm_timeout", *colocated, unless="engine is 'vllm'")
         elif self.vllm_server is not None:
             yield from self.idle(*colocated, unless="the engine runs inside the training process (no vllm_server)")
 

@@ -68,6 +68,10 @@ class RLTTConfig(GRPOConfig):
         default=10,
         metadata={"help": "Rollouts from one parity check to the next; the first is checked. All are measured."},
     )
+    vllm_timeout: float = field(
+        default=3600.0,
+        metadata={"help": "Seconds that vLLM may take for a rollout, weights included; after that it is started anew."},
+    )
     max_nonfinite_steps: int = field(
         default=5,
         metadata={"help": "Updates in a row with a NaN or infinite gradient, all skipped, that end training."},

@@ -488,6 +488,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         vllm_max_model_length=longest,
         vllm_gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
         vllm_tensor_parallel_size=rollout.vllm_tensor_parallel_size,
+        vllm_timeout=rollout.vllm_timeout,
         parity_tolerance=rollout.parity_tolerance,
         parity_check_rollouts=rollout.parity_check_rollouts,
         max_steps=section.max_steps,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -181,6 +182,10 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         self.use_vllm = True
         self._last_loaded_step = -1  # the engine has no weights yet: TRL sends them before the first rollout
 
+    def _restart_engine(self) -> None:
+        self.vllm_generation.restart()
+        self._last_loaded_step = -1  # its weights are to be sent
+
     @property
     def policy(self) -> LoopedForCausalLM:
         """The looped model itself, without the wrappers of sharding and of adapters."""
@@ -244,7 +249,12 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         # The seam for rollout engines. Each gives the log-probs that it drew its tokens with.
         with self._timed("rollout"):
             if self.use_vllm:
-                completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                from ..rollout.vllm.watch import failures, with_one_restart
+
+                sample = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
+                completions, log_probs = with_one_restart(
+                    sample, self._restart_engine, self.args.vllm_timeout, failures()
+                )
                 prompt_ids = self.vllm_generation.prompts_of_last_rollout
             else:
                 # Sampling runs under the same autocast as scoring: one numeric path.

@@ -6,6 +6,7 @@ first token: no checkpoint on disk can be stale, and converted or warm-started p
 tokens, temperature and length come from the trainer.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -54,6 +55,16 @@ class Engine(VLLMGeneration):
         result = super().generate(*args, **kwargs)
         self.prompts_of_last_rollout = [list(ids) for ids in result[0]]
         return result
+
+    def restart(self) -> None:
+        """Start the engine anew, without weights.
+
+        Raises:
+            RuntimeError: it cannot be started alone, as its processes belong together.
+        """
+        if self.accelerator.num_processes > 1:
+            raise RuntimeError("engines of several processes cannot be started anew one by one")
+        self._init_vllm()
 
 
 class ColocatedEngine(Engine):
@@ -106,6 +117,14 @@ class ColocatedEngine(Engine):
             )
         self._llm_weights_sleeping = False
         accelerator.wait_for_everyone()
+
+    def restart(self) -> None:
+        """As in `Engine`; the memory of the old engine is freed first."""
+        del self.llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        super().restart()
 
     @property
     def engine_model(self) -> Any:
