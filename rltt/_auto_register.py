@@ -17,9 +17,15 @@ def register_configs() -> None:
     """Teach `AutoConfig` the looped model types. Needs no torch."""
     from transformers.models.auto.configuration_auto import AutoConfig
 
-    from .models.configuration import LoopedLlamaConfig, LoopedQwen3Config, OuroConfig
+    from .models import configuration
 
-    for config_class in (OuroConfig, LoopedLlamaConfig, LoopedQwen3Config):
+    for config_class in (
+        configuration.OuroConfig,
+        configuration.LoopedLlamaConfig,
+        configuration.LoopedQwen3Config,
+        configuration.IQuestPLTCoderConfig,
+        configuration.IQuestLoopCoderConfig,
+    ):
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
@@ -27,12 +33,14 @@ def register_models() -> None:
     """Teach `AutoModel` and `AutoModelForCausalLM` the looped model types."""
     from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
-    from .models import looped_dense, looplm
+    from .models import looped_dense, looplm, plt
 
     for model_class, causal_lm_class in (
         (looplm.OuroModel, looplm.OuroForCausalLM),
         (looped_dense.LoopedLlamaModel, looped_dense.LoopedLlamaForCausalLM),
         (looped_dense.LoopedQwen3Model, looped_dense.LoopedQwen3ForCausalLM),
+        (plt.IQuestPLTCoderModel, plt.IQuestPLTCoderForCausalLM),
+        (plt.IQuestLoopCoderModel, plt.IQuestLoopCoderForCausalLM),
     ):
         AutoModel.register(model_class.config_class, model_class, exist_ok=True)
         AutoModelForCausalLM.register(causal_lm_class.config_class, causal_lm_class, exist_ok=True)

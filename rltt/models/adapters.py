@@ -116,7 +116,7 @@ def _switch_by_loop(model: LoopedForCausalLM, names: list[str]) -> None:
         adapted = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
 
         def switch(_: nn.Module, args: Any, kwargs: Any, adapted: list[Any] = adapted) -> Any:
-            loop = kwargs.pop("loop")
+            loop = kwargs.pop("adapter")
             for module in adapted:
                 module._active_adapter = [names[loop]]
             return args, kwargs

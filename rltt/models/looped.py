@@ -1,7 +1,7 @@
 """A block of decoder layers applied T times: the machinery that all looped families share.
 
-A family (looplm.py, looped_dense.py) names its decoder layer and its configuration; the loop, the key-value slots, the
-exit gate, the readout and the scoring of every loop live here.
+A family (looplm.py, looped_dense.py, plt.py) names its decoder layer and its configuration; the loop, the key-value
+slots, the exit gate, the readout and the scoring of every loop live here.
 
 Shapes: B sequences, S positions, T loops, H hidden, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
 from ..errors import PolicyError
@@ -23,6 +23,7 @@ from ..objective.credit import LearnedCredit
 from ..objective.logprobs import LoopScores, loop_log_probs
 from .configuration import LoopedConfig
 from .exit_gate import ExitGate, exit_log_pdf, exit_loop
+from .norm import RMSNorm
 from .spec import LoopSpec
 
 
@@ -158,7 +159,7 @@ class LoopedModel(LoopedPreTrainedModel):
         spec = self.loop_spec
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.early_exit_gate = ExitGate(config.hidden_size) if spec.exit_gate else None
         self.input_mixing = InputMixing() if spec.input.kind == "mix" else None
@@ -194,10 +195,10 @@ class LoopedModel(LoopedPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
-            past_key_values = DynamicCache()  # without a config: it then grows to T·L slots on demand
+            past_key_values = self.new_cache(loops)
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(seen, seen + inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+            position_ids = self.default_positions(inputs_embeds, attention_mask, seen)
 
         # Mask, positions and rotary tables are the same in every loop.
         mask = create_causal_mask(
@@ -213,26 +214,17 @@ class LoopedModel(LoopedPreTrainedModel):
         depth = spec.loops if loops is None else loops
         if self.loop_adapters and depth > self.loop_adapters:
             raise PolicyError(f"the policy has adapters for {self.loop_adapters} loops, found depth {depth}")
-        state = inputs_embeds
-        loop_states = []
-        for loop in range(depth):
-            which = {"loop": loop} if self.loop_adapters else {}
-            hidden = self.loop_input(inputs_embeds, state) if loop else inputs_embeds
-            cache = None if past_key_values is None else LoopCache(past_key_values, loop * spec.layers)
-            for layer in self.layers:
-                hidden = layer(
-                    hidden,
-                    attention_mask=mask,
-                    position_ids=position_ids,
-                    past_key_values=cache,
-                    use_cache=use_cache,
-                    position_embeddings=rotary,
-                    **which,
-                    **kwargs,
-                )
-            normed = self.norm(hidden)
-            state = normed if spec.norm_each_loop else hidden
-            loop_states.append(normed)
+        loop_states = self.run_loops(
+            inputs_embeds,
+            depth,
+            attention_mask=mask,
+            padding_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=rotary,
+            **kwargs,
+        )
 
         gate_logits = None
         if self.early_exit_gate is not None:
@@ -243,6 +235,46 @@ class LoopedModel(LoopedPreTrainedModel):
             loop_states=tuple(loop_states),
             gate_logits=gate_logits,
         )
+
+    def run_loops(
+        self,
+        embeddings: Float[Tensor, "B S H"],
+        loops: int,
+        *,
+        past_key_values: Cache | None,
+        padding_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> list[Float[Tensor, "B S H"]]:
+        """The normed state after each loop.
+
+        Args:
+            past_key_values: the cache of all loops, if there is one.
+            padding_mask: the caller's attention mask; the layers' own is among `kwargs`.
+            kwargs: what every layer receives in every loop.
+        """
+        spec = self.loop_spec
+        state = embeddings
+        loop_states = []
+        for loop in range(loops):
+            hidden = self.loop_input(embeddings, state) if loop else embeddings
+            cache = None if past_key_values is None else LoopCache(past_key_values, loop * spec.layers)
+            which = {"adapter": loop} if self.loop_adapters else {}
+            for layer in self.layers:
+                hidden = layer(hidden, past_key_values=cache, **which, **kwargs)
+            normed = self.norm(hidden)
+            state = normed if spec.norm_each_loop else hidden
+            loop_states.append(normed)
+        return loop_states
+
+    def default_positions(
+        self, embeddings: Float[Tensor, "B S H"], padding_mask: Tensor | None, seen: int
+    ) -> Int[Tensor, "_ S"]:
+        """Positions where the caller gives none. Rotary attention sees differences only: padding may be counted."""
+        return torch.arange(seen, seen + embeddings.shape[1], device=embeddings.device)[None]
+
+    def new_cache(self, loops: int | None = None) -> Cache:
+        """An empty cache for `loops` loops; None is the configuration's depth."""
+        return DynamicCache()  # without a config: it then grows to T·L slots on demand
 
     def loop_input(self, embeddings: Float[Tensor, "B S H"], state: Float[Tensor, "B S H"]) -> Float[Tensor, "B S H"]:
         """What enters a loop after the first (`LoopSpec.input`)."""
@@ -344,5 +376,5 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 f"the {self.loop_spec.kv_slots} slots of this looped model; use 'dynamic'"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DynamicCache()
+            model_kwargs["past_key_values"] = self.model.new_cache()
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

@@ -28,6 +28,7 @@ from ..errors import PolicyError, UserError
 from ..models.adapters import AdaptersOff, activate, add_adapters, check_peft_config, has_adapters, without_wrapper
 from ..models.load import load_policy
 from ..models.looped import LoopedForCausalLM, Score
+from ..models.plt import PLTModel
 from ..objective import credit as credit_schemes
 from ..objective.advantage import equal_groups, group_advantages, mixed_groups, pearson
 from ..objective.kl import k3, kl_to_last_loop
@@ -604,6 +605,9 @@ def prepare_gradients(model: LoopedForCausalLM, args: RLTTConfig) -> None:
         backbone.early_exit_gate.requires_grad_(False)
     if backbone.input_mixing is not None and spec.loops == 1:
         backbone.input_mixing.requires_grad_(False)
+    if isinstance(backbone, PLTModel) and spec.loops == 1:
+        for gate in backbone.gates:
+            gate.requires_grad_(False)
 
 
 def check_trainable(model: Any, args: Any, train_dataset: Any, peft_config: Any = None) -> None:
