@@ -194,13 +194,13 @@ TINY_KL = {"kl": grows(7e-7, 80, 2.0)}
 
 # Cause, what is different from a sound run, other settings, verdict, override.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str | None]] = [
-    ("learning_rate_too_small", TINY_KL, {"train.learning_rate": 1e-7}, "stalled", "train.learning_rate=2e-05"),
+    ("learning_rate_too_small", TINY_KL, {"train.learning_rate": 1e-7}, "stalled", "train.learning_rate=5e-05"),
     (
         "updates_vanish",
         TINY_KL | {"update__changed": 0.02},
         {"train.learning_rate": 1e-7},
         "stalled",
-        "train.learning_rate=2e-05",
+        "train.learning_rate=5e-05",
     ),
     (
         "too_easy",
