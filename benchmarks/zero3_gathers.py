@@ -1,11 +1,12 @@
 """How often ZeRO-3 gathers a shared layer for one forward and backward, against the number of loops.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/zero3_gathers.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/zero3_gathers.py [SETTINGS…]
 
 Counts what DeepSpeed's coordinator fetches of the block's matrices, divided by their number: 1 means that each was
 gathered once. A micro-batch is a forward and backward; scoring is the forward that measures the rollout's parity.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +114,7 @@ def run(loops: int, settings: dict[str, Any], checkpointing: bool) -> list[tuple
     return trainer.counts[MICRO_BATCHES:]
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     count_fetches()
     variants: dict[str, tuple[dict[str, Any], bool]] = {
         "bounds = the model (rltt)": ({}, False),
@@ -125,7 +126,8 @@ def main() -> None:
     if is_main():
         columns = "".join(f"{f'batch {n + 1}':>9}" for n in range(MICRO_BATCHES))
         print(f"{'settings':26}{'loops':>6}{'scoring':>9}{columns}")
-    for name, (settings, checkpointing) in variants.items():
+    for name in names or variants:
+        settings, checkpointing = variants[name]
         for loops in (2, 4, 8):
             counts = run(loops, settings, checkpointing)
             if is_main():
@@ -134,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

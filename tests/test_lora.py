@@ -209,3 +209,17 @@ def test_recipes_that_cannot_work_with_lora_are_refused(changes: dict[str, Any],
     check(Recipe, RECIPE, source="recipe")
     with pytest.raises(RecipeError, match=message):
         check(Recipe, RECIPE | changes, source="recipe")
+
+
+def test_an_engine_is_sent_merged_weights(tiny_ouro: Path) -> None:
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from rltt.rollout.vllm.engine import Engine
+
+    engine = Engine.__new__(Engine)  # without an engine behind it
+    engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext(), is_fsdp=False)
+    engine.model = randomized(add_lora(load_policy(str(tiny_ouro)), r=4, alpha=8))
+    plain = load_policy(str(tiny_ouro))
+    plain.load_state_dict(dict(engine._iter_named_params()), strict=True)
+    torch.testing.assert_close(logits(plain), logits(engine.model), atol=1e-5, rtol=1e-5)

@@ -202,7 +202,7 @@ evaluate: {{every: 1, num_generations: 2, before: false}}
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     return subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

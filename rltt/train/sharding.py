@@ -108,7 +108,8 @@ def own_config(path: Path, sharding: str, stage: int) -> dict[str, Any]:
     for key in ("optimizer", "scheduler"):
         if key in config:
             raise RecipeError(f"train.deepspeed: {path}: has {key!r}; remove it: the recipe's train section decides")
-    return config | dict.fromkeys(_OF_THE_RECIPE, "auto") | {"zero_allow_untested_optimizer": True}
+    ours = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return ours | config | dict.fromkeys(_OF_THE_RECIPE, "auto")
 
 
 def require_deepspeed(sharding: str) -> None:
