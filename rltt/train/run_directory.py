@@ -194,6 +194,14 @@ def record_failure(path: Path, error: str, since: float) -> None:
         write_text(file, json.dumps(summary | {"status": "failed", "error": error}, indent=2) + "\n")
 
 
+def is_preempted(path: Path, since: float) -> bool:
+    """Whether the run has saved itself after a SIGTERM, since then."""
+    file = path / "summary.json"
+    if not file.exists() or file.stat().st_mtime < since:
+        return False
+    return bool(json.loads(file.read_text(encoding="utf-8"))["status"] == "preempted")
+
+
 def checkpoints_of(path: Path) -> Path:
     """Where a run directory keeps the checkpoints made on the way."""
     return path / "checkpoints"
