@@ -31,3 +31,7 @@ class ParityError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be written, is damaged, or belongs to another run."""
+
+
+class UnwrittenError(UserError):
+    """A file of a run cannot be written: the disk is full, or may not be written to."""

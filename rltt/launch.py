@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -90,6 +91,10 @@ class Layout:
         return shlex.join(["accelerate", "launch", *options, "--module", "rltt", *arguments])
 
 
+SHUTDOWN_SECONDS = 300
+"""How long processes that were asked to end may take for the step at hand and its checkpoint."""
+
+
 def launched() -> bool:
     """Whether a launcher has started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -105,6 +110,7 @@ def launch(layout: Layout, arguments: Sequence[str]) -> tuple[int, str]:
         The exit status, and the error that ended the launch, which has been printed.
     """
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -118,12 +124,16 @@ def launch(layout: Layout, arguments: Sequence[str]) -> tuple[int, str]:
     if options.standalone:  # what torchrun's own main makes of it
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", uuid.uuid4().hex
     config, command, rest = torchrun.config_from_args(options)
+    config.shutdown_timeout = SHUTDOWN_SECONDS
     os.environ[ERRORS] = str(logs)
     # Unset, torchrun sets it to 1, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // layout.processes)))
     _silence_torchrun()
     try:
         elastic_launch(config, command)(*rest)
+    except SignalException as error:  # the processes have got it too, and time to save
+        name = signal.Signals(error.sigval).name
+        return 128 + error.sigval, f"ended by {name}; what the other processes printed is in {logs}"
     except ChildFailedError as error:
         status, text = first_error(error, logs)
         print(f"{text}\nwhat the other processes printed is in {logs}", file=sys.stderr)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import multiprocessing
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,41 @@ def test_every_key_that_is_named_is_one(folder: Path) -> None:
         value: Any = recipe
         for part in key.split("."):
             value = value[part]
+
+
+# --------------------------------------------------------------------------------------------------------- full disks
+
+
+def mount(*arguments: str) -> bool:
+    return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on_later(folder: Path, tmp_path: Path) -> None:
+    """Full when the first rollout is to be written, after the evaluation."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not mount("-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)):
+        pytest.skip("needs the right to mount a tmpfs")
+    overrides = ["pretrain=null", "train.max_steps=2", "evaluate.after=false", f"run_dir={disk / 'run'}"]
+    recipe = load_recipe(folder / "tiny.yaml", overrides)
+    measure = run.measure
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def fill(*arguments: Any) -> Any:
+                result = measure(*arguments)
+                with pytest.raises(OSError, match="No space left"):
+                    (disk / "others").write_bytes(bytes(30_000_000))
+                return result
+
+            patch.setattr(run, "measure", fill)
+            with pytest.raises(
+                UnwrittenError, match=r"run/[\w/.]+: cannot be written: No space left on device; see to"
+            ):
+                run.train(recipe)
+        (disk / "others").unlink()
+        run.train(recipe)
+        assert summary_of(disk / "run")["status"] == "finished"
+        assert [row["step"] for row in rows_of(disk / "run" / "metrics.jsonl")] == [1, 2]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

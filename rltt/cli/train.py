@@ -1,5 +1,6 @@
 """`rltt train`: post-train a looped policy with RL, in one process or several."""
 
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -84,8 +85,10 @@ def start(
         since = time.time()
         status, error = launch(layout, arguments)
         if status:
-            from rltt.train.run_directory import record_failure
+            from rltt.train.run_directory import is_preempted, record_failure
 
+            if status == 128 + signal.SIGTERM and is_preempted(recipe.run_directory, since):
+                return
             record_failure(recipe.run_directory, error, since)
             raise typer.Exit(status)
         return

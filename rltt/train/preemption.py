@@ -9,11 +9,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..launch import ERRORS
 from .checkpoint import CheckpointedTrainer
 
 
@@ -37,7 +39,7 @@ class Preemption:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self.asked:
+        if self.asked or _another_failed():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -71,6 +73,12 @@ def preemption() -> Iterator[Preemption]:
         yield state
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _another_failed() -> bool:
+    """Whether another process of the launch has left an error: the launcher then ends the rest by this signal too."""
+    folder = os.environ.get(ERRORS)
+    return folder is not None and any(Path(folder).glob("error-*.json"))
 
 
 class StopAtStep(TrainerCallback):

@@ -179,7 +179,10 @@ def cut_back(run: RunDirectory, step: int, files: Sequence[str]) -> Path | None:
         if tail:
             with beside(name).open("a", encoding="utf-8") as out:
                 out.write(tail)
-            write_text(run.path / name, kept)
+            if kept:
+                write_text(run.path / name, kept)
+            else:
+                (run.path / name).unlink()
     for file in sorted((run.path / "rollouts").glob("step_*.jsonl")):
         if int(file.stem.removeprefix("step_")) > step:
             os.replace(file, beside(f"rollouts/{file.name}"))

@@ -7,7 +7,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data import arithmetic_tokenizer, load_split
 from ..data.problems import Problem
-from ..errors import CheckpointError, PolicyError, RecipeError
+from ..errors import CheckpointError, PolicyError, RecipeError, UnwrittenError
 from ..evaluate import EvalResult, evaluate_policy
 from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
@@ -64,6 +64,8 @@ from .sharding import (
 )
 from .trainer import RLTTTrainer, RolloutWriter, check_trainable
 
+# What ends a run of which the last checkpoint holds what was learned, or all that there is room for.
+SAVED = (Preempted, CheckpointError, NonFiniteError, UnwrittenError)
 # Training prompts on which a warm start measures its solve rate.
 WARM_START_PROMPTS = 64
 
@@ -118,7 +120,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
         try:
             with unscored_told_once(), asked.waiting():
                 trainer.train(resume_from_checkpoint=checkpoint)
-        except (Preempted, CheckpointError, NonFiniteError):  # the last checkpoint holds what was learned
+        except SAVED:
             raise
         except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
             if can_save_alone(trainer):
@@ -202,7 +204,7 @@ def pretrain(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -
         try:
             with asked.waiting():
                 trainer.train(resume_from_checkpoint=checkpoint)
-        except (Preempted, CheckpointError, NonFiniteError):  # the last checkpoint holds what was learned
+        except SAVED:
             raise
         except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
             if can_save_alone(trainer):
@@ -284,7 +286,7 @@ def warm_start(
     try:
         with asked.waiting():
             trainer.train(resume_from_checkpoint=checkpoint)
-    except (Preempted, CheckpointError, NonFiniteError):  # the last checkpoint holds what was learned
+    except SAVED:
         raise
     except BaseException:  # Ctrl-C or an error: what has been learned so far is kept
         if can_save_alone(trainer):
@@ -583,6 +585,7 @@ def recorded(run: RunDirectory) -> Iterator[None]:
             Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         raise
     except BaseException as error:
-        run.close("failed", error=f"{type(error).__name__}: {error}")
+        with suppress(UnwrittenError):  # a full disk: told is what ended the run
+            run.close("failed", error=f"{type(error).__name__}: {error}")
         raise
     run.close("finished")

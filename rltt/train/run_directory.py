@@ -25,13 +25,17 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from safetensors import SafetensorError
+
 from .. import __version__
-from ..errors import UserError
+from ..errors import UnwrittenError, UserError
 from ..files import write_text
 from ..processes import is_main
 from ..recipe import Recipe
@@ -100,25 +104,27 @@ class RunDirectory:
         """Append one step. NaN and infinities, which JSON does not have, become null."""
         if not is_main():
             return
-        with (self.path / file).open("a", encoding="utf-8") as out:
+        with written(self.path / file) as path, path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(finite(row)) + "\n")
 
     def write_verdict(self, verdict: Verdict) -> None:
         """The verdict of the last step, in place of the one before."""
         if not is_main():
             return
-        write_text(self.path / "verdict.json", json.dumps(verdict.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        with written(self.path / "verdict.json") as path:
+            write_text(path, json.dumps(verdict.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def write_rollouts(self, rows: list[dict[str, Any]]) -> None:
         """The completions of one rollout, in a file named after the first step that uses them."""
         if not is_main():
             return
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        write_text(self.path / "rollouts" / f"step_{rows[0]['step']:06d}.jsonl", "\n".join(lines) + "\n")
+        with written(self.path / "rollouts" / f"step_{rows[0]['step']:06d}.jsonl") as path:
+            write_text(path, "\n".join(lines) + "\n")
 
     def log_reward_failure(self, report: FailureReport) -> None:
         """Append one failure of a reward function."""
-        with (self.path / "reward_failures.jsonl").open("a", encoding="utf-8") as out:
+        with written(self.path / "reward_failures.jsonl") as path, path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(asdict(report), ensure_ascii=False, default=str) + "\n")
 
     def save_policy(
@@ -132,11 +138,12 @@ class RunDirectory:
         if not is_main():
             return
         partial, final = self.path / f".{name}.partial", self.path / name
-        if partial.exists():
-            shutil.rmtree(partial)
-        model.save_pretrained(partial, state_dict=weights)
-        model.config.save_pretrained(partial)  # adapters do not bring it, and the depth is in it
-        tokenizer.save_pretrained(partial)
+        with written(partial):
+            if partial.exists():
+                shutil.rmtree(partial)
+            model.save_pretrained(partial, state_dict=weights)
+            model.config.save_pretrained(partial)  # adapters do not bring it, and the depth is in it
+            tokenizer.save_pretrained(partial)
         if final.exists():
             raise UserError(f"{final}: exists already and is not overwritten; the new one is in {partial}")
         os.replace(partial, final)
@@ -155,7 +162,24 @@ class RunDirectory:
     def _write_summary(self) -> None:
         if not is_main():
             return
-        write_text(self.path / "summary.json", json.dumps(self.summary, indent=2) + "\n")
+        with written(self.path / "summary.json") as path:
+            write_text(path, json.dumps(self.summary, indent=2) + "\n")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Tell which file could not be written, and that nothing but the last steps is lost.
+
+    Raises:
+        UnwrittenError: in place of the system's error.
+    """
+    try:
+        yield path
+    except (OSError, SafetensorError) as error:
+        raise UnwrittenError(
+            f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}; "
+            "see to it, and start the run again to go on from its last checkpoint"
+        ) from error
 
 
 def record_failure(path: Path, error: str, since: float) -> None:
@@ -168,6 +192,14 @@ def record_failure(path: Path, error: str, since: float) -> None:
     if file.exists() and file.stat().st_mtime >= since:
         summary = json.loads(file.read_text(encoding="utf-8"))
         write_text(file, json.dumps(summary | {"status": "failed", "error": error}, indent=2) + "\n")
+
+
+def is_preempted(path: Path, since: float) -> bool:
+    """Whether the run has saved itself after a SIGTERM, since then."""
+    file = path / "summary.json"
+    if not file.exists() or file.stat().st_mtime < since:
+        return False
+    return bool(json.loads(file.read_text(encoding="utf-8"))["status"] == "preempted")
 
 
 def checkpoints_of(path: Path) -> Path:
