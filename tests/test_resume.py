@@ -3,6 +3,7 @@
 import fcntl
 import json
 import multiprocessing
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -12,6 +13,14 @@ from typing import Any
 import killed
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from rltt.cli.main import app
+from rltt.errors import UnwrittenError, UserError
+from rltt.recipe import load_recipe
+from rltt.train import run
+from rltt.train.checkpoint import checkpoints_in
+from rltt.train.resume import FIXED, FREE, differences
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
