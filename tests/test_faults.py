@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from rltt.data.arithmetic import arithmetic_problems
 from rltt.models.load import load_policy
@@ -94,7 +94,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(make: Make, gradien
     history: list[dict[str, torch.Tensor]] = []
     moments: list[list[float]] = []
 
-    class Remember(type(trainer.callback_handler.callbacks[0])):  # type: ignore[misc]
+    class Remember(TrainerCallback):
         def on_step_end(self, *_: Any, **kwargs: Any) -> None:
             history.append({name: weight.clone() for name, weight in trainer.model.state_dict().items()})
             moments.append([state["step"].item() for state in trainer.optimizer.state.values()])

@@ -155,9 +155,11 @@ class RunDirectory:
 
     def close(self, status: Status, **values: Any) -> None:
         """Write the final status."""
-        self.update_summary(status=status, **values)
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            self.update_summary(status=status, **values)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     def _write_summary(self) -> None:
         if not is_main():
