@@ -130,7 +130,7 @@ def test_a_bug_keeps_its_traceback(recipe, calls, monkeypatch):
 def test_convert(calls):
     done = rltt_command("convert", "some/model", "--loops", "3", "--out", "out", "--no-norm-each-loop")
     assert done.exit_code == 0, done.output
-    assert calls == [("convert", ("some/model", Path("out"), 3, "scalar", 0.99, False))]
+    assert calls == [("convert", ("some/model", Path("out"), 3, "scalar", 0.99, False, "looped", 64))]
 
 
 @pytest.mark.parametrize(
