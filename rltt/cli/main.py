@@ -8,9 +8,11 @@ from typer.core import TyperGroup
 from rltt import __version__
 from rltt.cli.check_data import check_data
 from rltt.cli.convert import convert
+from rltt.cli.dashboard import dashboard
 from rltt.cli.doctor import doctor
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
+from rltt.cli.report import report
 from rltt.cli.reward import reward
 from rltt.cli.serve import serve
 from rltt.cli.train import train
@@ -60,7 +62,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, doctor, verdict, pretrain, convert):
+for command in (train, doctor, verdict, dashboard, report, pretrain, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)

@@ -18,22 +18,35 @@ from rltt.telemetry.trackers.tracker import COLUMNS, Level, Metrics, exit_distri
 
 
 class TrackioTracker:
-    """Logs to a Trackio run that has the name of the run directory, and replaces one that is there already.
+    """Logs to a Trackio run that has the name of the run directory.
 
     Args:
         run: the run directory.
         config: the recipe as a mapping.
         past: steps that the run has made before; a run that goes on makes some of them again.
+        project, name: of the Trackio run, in place of the folder's and the run directory's.
+        replace: begin anew where Trackio has a run of that name; otherwise add to it.
     """
 
-    def __init__(self, run: Path, config: Mapping[str, Any], past: Sequence[Metrics] = ()) -> None:
+    def __init__(
+        self,
+        run: Path,
+        config: Mapping[str, Any],
+        past: Sequence[Metrics] = (),
+        project: str | None = None,
+        name: str | None = None,
+        replace: bool = True,
+    ) -> None:
         import trackio
 
         self.trackio = trackio
-        project, name = project_of(run), run.resolve().name
-        remove_run(project, name)
-        with _quiet():
-            self.run = trackio.init(project=project, name=name, config=dict(config), embed=False, auto_log_cpu=False)
+        project, name = project or project_of(run), name or run.resolve().name
+        if replace:
+            remove_run(project, name)
+        with quiet():
+            self.run = trackio.init(
+                project=project, name=name, config=dict(config), resume="allow", embed=False, auto_log_cpu=False
+            )
         for row in past:
             self.log(int(row["step"] or 0), row)
 
@@ -49,12 +62,12 @@ class TrackioTracker:
         self.run.log({"rollouts": table}, step=step)
 
     def alert(self, title: str, text: str, level: Level) -> None:
-        with _quiet():  # the run says it itself
+        with quiet():  # the run says it itself
             self.run.alert(title=title, text=text, level=self.trackio.AlertLevel(level))
 
     def finish(self) -> None:
-        with _quiet():
-            self.run.finish()
+        with quiet():
+            self.trackio.finish()
 
 
 def place_beside(run: Path) -> None:
@@ -69,19 +82,23 @@ def project_of(run: Path) -> str:
 
 def remove_run(project: str, name: str) -> None:
     """Remove a run from Trackio's files, where it is there."""
-    import trackio
-
-    try:
-        runs = list(trackio.Api().runs(project))
-    except ValueError:  # no run of this project was ever logged
-        return
-    for found in runs:
+    for found in runs_of(project):
         if found.name == name:
             found.delete()
 
 
+def runs_of(project: str) -> list[Any]:
+    """The runs of a project that Trackio has."""
+    import trackio
+
+    try:
+        return list(trackio.Api().runs(project))
+    except ValueError:  # no run of this project was ever logged
+        return []
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Trackio prints how to open its page, and each alert: rltt has its own words for both."""
+def quiet() -> Iterator[None]:
+    """Without what Trackio prints. It prints how to open its page, and each alert: rltt has its own words for both."""
     with redirect_stdout(StringIO()):
         yield
