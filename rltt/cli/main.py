@@ -17,6 +17,7 @@ from rltt.cli.reward import reward
 from rltt.cli.serve import serve
 from rltt.cli.train import train
 from rltt.cli.verdict import verdict
+from rltt.cli.watch import watch
 from rltt.errors import UserError
 from rltt.launch import errors_left, leave_error
 
@@ -62,7 +63,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, doctor, verdict, dashboard, report, pretrain, convert):
+for command in (train, doctor, verdict, watch, dashboard, report, pretrain, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)

@@ -182,9 +182,17 @@ def smoothed(values: Sequence[float], width: int = 9) -> list[float]:
 
 def _heat(steps: list[int], rows: list[list[float]]) -> Callable[[Axes, Palette], None]:
     def draw(axes: Axes, palette: Palette) -> None:
+        highest = max(0.5, *map(max, rows))
         edges = (steps[0] - 0.5, steps[-1] + 0.5, 0.5, len(rows) + 0.5)
         picture = axes.imshow(
-            rows, aspect="auto", origin="lower", extent=edges, vmin=0, vmax=1, cmap="viridis", interpolation="nearest"
+            rows,
+            aspect="auto",
+            origin="lower",
+            extent=edges,
+            vmin=0,
+            vmax=highest,
+            cmap="viridis",
+            interpolation="nearest",
         )
         axes.grid(visible=False)
         axes.set_yticks(range(1, len(rows) + 1))

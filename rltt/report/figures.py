@@ -94,7 +94,7 @@ def _figure(chart: Chart, palette: Palette) -> Figure:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel("step", fontsize=9, color=palette.ink)
-    axes.tick_params(labelsize=8, colors=palette.ink)
+    axes.tick_params(which="both", labelsize=8, colors=palette.ink)
     axes.grid(color=palette.grid, linewidth=0.7)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():

@@ -6,10 +6,10 @@ while it grows.
 
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import sleep
 from typing import Any
 from urllib.parse import urlencode
 
@@ -126,6 +126,6 @@ def serve(runs: Sequence[Path], host: str, port: int | None, open_browser: bool,
 
             webbrowser.open(page)
         while True:
-            time.sleep(SECONDS)
+            sleep(SECONDS)
             for run in imported:
                 run.catch_up()
