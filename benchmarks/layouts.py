@@ -21,6 +21,7 @@ from datasets import Dataset
 
 from rltt.data.arithmetic import arithmetic_problems
 from rltt.data.tokenizer import arithmetic_tokenizer
+from rltt.launch import Layout
 from rltt.models.configuration import OuroConfig
 from rltt.models.looplm import OuroForCausalLM
 from rltt.processes import is_main, world_size
@@ -196,7 +197,7 @@ def compare(cases: list[str], layouts: list[str], folder: Path) -> list[dict[str
     }
     if shared := [layout for layout in layouts if layout not in alone]:
         spec = json.dumps({"folder": str(folder), "layouts": shared, "cases": cases})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", "torch.distributed.run", *Layout(2).options()]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(
             [*command, __file__, "--worker", spec], env=environment, capture_output=True, text=True, check=False

@@ -65,7 +65,8 @@ class Layout:
         """Options of torchrun."""
         each = ["--nproc-per-node", str(self.processes)]
         if self.nodes == 1 and self.main_port is None:
-            return ["--standalone", *each]
+            # By default the processes look for each other under the machine's name, which some machines cannot resolve.
+            return ["--standalone", "--local-addr", "127.0.0.1", *each]
         return [
             *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), *each),
             *("--master-addr", self.main_address or "127.0.0.1", "--master-port", str(self.main_port or 29500)),

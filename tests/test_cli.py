@@ -71,8 +71,8 @@ def test_jobs_get_the_recipe_with_overrides(job, recipe, calls):
     done = rltt_command(job, recipe, "train.max_steps=2", "objective.credit=final", "run_dir=/x")
     assert done.exit_code == 0, done.output
     assert "runs/tiny" in done.stdout
-    ((called, (given,)),) = calls
-    assert called == job
+    ((called, (given, resume, accepted)),) = calls
+    assert (called, resume, accepted) == (job, False, [])
     assert given == load_recipe(recipe, ["train.max_steps=2", "objective.credit=final", "run_dir=/x"])
     assert given.train.max_steps == 2
 
@@ -111,7 +111,7 @@ def test_what_a_job_needs_is_checked_before_it_starts(recipe, calls):
     [(DataError("rows.jsonl:3: no gold"), 2, "error: rows.jsonl:3: no gold\n"), (KeyboardInterrupt(), 130, "")],
 )
 def test_how_a_run_can_end(recipe, calls, monkeypatch, raised, status, said):
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise raised
 
     monkeypatch.setattr(sys.modules["rltt.train.run"], "train", fail)
@@ -120,7 +120,7 @@ def test_how_a_run_can_end(recipe, calls, monkeypatch, raised, status, said):
 
 
 def test_a_bug_keeps_its_traceback(recipe, calls, monkeypatch):
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(sys.modules["rltt.train.run"], "train", fail)
@@ -130,7 +130,7 @@ def test_a_bug_keeps_its_traceback(recipe, calls, monkeypatch):
 def test_convert(calls):
     done = rltt_command("convert", "some/model", "--loops", "3", "--out", "out", "--no-norm-each-loop")
     assert done.exit_code == 0, done.output
-    assert calls == [("convert", ("some/model", Path("out"), 3, "scalar", 0.99, False))]
+    assert calls == [("convert", ("some/model", Path("out"), 3, "scalar", 0.99, False, "looped", 64))]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,38 @@ def test_kv_cache_of_ouro():
     assert kv_bytes_per_token({**OURO, "num_key_value_heads": 4}, loops=1, value_bytes=4) == 786_432 // 8
 
 
+SHARED = {key: value for key, value in OURO.items() if key != "total_ut_steps"}
+LOOPCODER = SHARED | {
+    "model_type": "iquestpltcoder",
+    "num_hidden_layers": 14,
+    "num_key_value_heads": 8,
+    "plt_num_loops": 2,
+    "plt_window_size": [64, 0],
+    "plt_gate_use_hidden_states": True,
+}
+IQUEST = SHARED | {"model_type": "iquestloopcoder", "loop_num": 3, "loop_window_size": 64}
+
+
+def test_kv_cache_of_a_parallel_loop_transformer():
+    token = 14 * 2 * 8 * 128 * 2  # one loop's keys and values, bf16
+    for loops in (1, 2, 4):
+        run = recipe(
+            policy={"path": "x", "loops": loops},
+            data={"train": "x", "max_prompt_length": 100},
+            rollout={"max_completion_length": 300},
+        )
+        memory = plan(run, LOOPCODER, None, precision="bf16").memory
+        assert (memory.kv_per_token, memory.kv_windows) == (token, (loops - 1) * 65 * token)
+        assert memory.kv_rollout == 256 * (400 + (loops - 1) * 65) * token
+        assert ("of windows a sequence" in plan(run, LOOPCODER, None).render()) == (loops > 1)
+    dense = 786_432 // 4  # 24 layers of 16 heads
+    memory = plan(recipe(), IQUEST, None, precision="bf16").memory
+    assert (memory.loops, memory.kv_per_token, memory.kv_windows) == (3, dense, 2 * 64 * dense)
+    convert = {"path": "x", "loops": 3, "convert": {"family": "plt", "window": 9}}
+    memory = plan(recipe(policy=convert), SHARED | {"model_type": "llama"}, None, precision="bf16").memory
+    assert (memory.kv_per_token, memory.kv_windows) == (dense, 2 * 10 * dense)
+
+
 def test_heads_that_a_configuration_leaves_out():
     short = {key: value for key, value in OURO.items() if key not in ("head_dim", "num_key_value_heads")}
     assert kv_bytes_per_token(short, loops=4, value_bytes=2) == 786_432

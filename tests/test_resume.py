@@ -48,7 +48,7 @@ def letters(completions, **kwargs):
 """
 # Runs are killed in processes of their own, forked from one that has imported everything and started no thread.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["killed"])
+PROCESSES.set_forkserver_preload(["rltt.train.run", "deepspeed"])  # the latter where it is installed
 
 
 @pytest.fixture(scope="module")

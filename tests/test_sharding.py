@@ -127,9 +127,8 @@ def test_a_file_of_ones_own_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_lines_for_schedulers() -> None:
     arguments = ["train", "my recipe.yaml", "a=1"]
-    assert (
-        Layout(8).torchrun(arguments) == "torchrun --standalone --nproc-per-node 8 -m rltt train 'my recipe.yaml' a=1"
-    )
+    standalone = "torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node"
+    assert Layout(8).torchrun(arguments) == f"{standalone} 8 -m rltt train 'my recipe.yaml' a=1"
     assert Layout(8).accelerate(arguments).startswith("accelerate launch --num_processes 8 --multi_gpu --module rltt")
     several = Layout(8, nodes=2, node_rank=1, main_address="n0")
     for option in ("--nnodes 2", "--node-rank 1", "--nproc-per-node 8", "--master-addr n0", "--master-port 29500"):
@@ -162,7 +161,7 @@ def test_a_dry_run_shows_the_launch(tmp_path: Path) -> None:
     quickstart = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
     shown = CliRunner().invoke(app, ["train", str(quickstart), "--dry-run", "--num-processes", "2"]).output
     assert "2 processes, each 1 micro-batches of 128" in shown
-    assert f"torchrun --standalone --nproc-per-node 2 -m rltt train {quickstart}" in shown
+    assert f"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m rltt train {quickstart}" in shown
     for options, message in [
         (["--nodes", "2"], "--num-processes: missing"),
         (["--num-processes", "2", "train.sharding=none"], "'none' is for one process, but --num-processes asks for 2"),

@@ -40,6 +40,8 @@ def run_script(name: str, *arguments: str) -> dict:
         ("ouro-exit", 3, False),
         ("llama", 3, True),
         ("qwen3", 3, False),
+        ("plt", 3, False),
+        ("iquest", 2, False),
     ],
 )
 def test_parity_with_the_training_path(kind: str, loops: int, compiled: bool) -> None:

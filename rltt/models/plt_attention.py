@@ -52,11 +52,12 @@ class QueryGate(nn.Module):
         return torch.sigmoid(torch.einsum("bnsd,nd->bsn", query, self.weight) + self.bias)
 
 
-def make_gate(config: PLTConfig) -> InputGate | QueryGate:
-    """The gate of one layer, as `LoopSpec.attention_gate` says."""
+def make_gate(config: PLTConfig, heads: int | None = None) -> InputGate | QueryGate:
+    """The gate of one layer, as `LoopSpec.attention_gate` says; of `heads` heads where they are split over devices."""
+    heads = config.num_attention_heads if heads is None else heads
     if LoopSpec.from_config(config).attention_gate == "input":
-        return InputGate(config.hidden_size, config.num_attention_heads, config.rms_norm_eps)
-    return QueryGate(config.num_attention_heads, config.head_dim)
+        return InputGate(config.hidden_size, heads, config.rms_norm_eps)
+    return QueryGate(heads, config.head_dim)
 
 
 class PLTAttention(LlamaAttention):

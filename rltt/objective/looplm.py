@@ -21,6 +21,11 @@ def looplm_token_loss(
     return (weights * cross_entropy).sum(-1) + beta * kl_to_uniform(exit_log_pdf)
 
 
+def last_loop_token_loss(cross_entropy: Float[Tensor, "... T"], epsilon: float = 0.0) -> Float[Tensor, "..."]:
+    """The objective of a model without an exit gate, whose p is 1 at the last loop: (1-ε)·CE_T + (ε/T)·Σ_t CE_t."""
+    return (1 - epsilon) * cross_entropy[..., -1] + epsilon * cross_entropy.mean(-1)
+
+
 def kl_to_uniform(exit_log_pdf: Float[Tensor, "... T"]) -> Float[Tensor, "..."]:
     """KL(p ‖ uniform) = Σ_t p_t·log p_t + log T."""
     # A loop with p = 0 has log p = -inf in the limit; p·log p is then 0, and finite logits never reach it.

@@ -26,8 +26,10 @@ from rltt.recipe.yaml_dialect import dump_yaml
 
 
 class NewPolicy(Section):
-    """The size of a LoopLM that is made from scratch, with the built-in tokenizer for arithmetic problems."""
+    """Kind and size of a policy that is made from scratch, with the built-in tokenizer for arithmetic problems."""
 
+    family: Literal["looplm", "plt"] = "looplm"
+    """'looplm' (Ouro), or 'plt': a Parallel Loop Transformer, which has no exit gate."""
     hidden_size: Count = 96
     """Width of the residual stream."""
     intermediate_size: Count = 256
@@ -42,8 +44,12 @@ class NewPolicy(Section):
     """Longest sequence, prompt and completion together."""
     initializer_range: Positive = 0.1
     """Standard deviation of the first weights; transformers' usual 0.02 learns slowly in small models."""
+    window: Count = 64
+    """Positions before its own that a later loop of a 'plt' sees of that loop; of loop 1 it sees all."""
 
     def problems(self) -> Iterator[Problem]:
+        if self.family != "plt":
+            yield from self.idle("window", unless="family is 'plt'")
         # Rotary embeddings rotate pairs of channels, so a head has an even number of them.
         if self.hidden_size % (2 * self.num_attention_heads):
             yield "hidden_size", f"must be a multiple of 2 * num_attention_heads = {2 * self.num_attention_heads}"
@@ -54,14 +60,22 @@ class NewPolicy(Section):
 class ConvertSection(Section):
     """How a dense Llama- or Qwen3-family checkpoint is made to loop while it is loaded."""
 
+    family: Literal["looped", "plt"] = "looped"
+    """'looped': every loop a whole decoder; 'plt': a Parallel Loop Transformer, from Llama-family checkpoints only."""
     mixing: Literal["scalar", "identity"] = "scalar"
-    """Input of loop t > 1: 'scalar' w*E + (1-w)*h with one learned w, 'identity' h alone."""
+    """Input of loop t > 1: 'scalar' w*E + (1-w)*h with one learned w, 'identity' h alone. A 'plt' keeps w as it is."""
     mixing_init: Fraction = 0.99
     """First value of w."""
     norm_each_loop: bool = True
     """Apply the final norm at the end of every loop, not only the last."""
+    window: Count = 64
+    """Positions before its own that a later loop of a 'plt' sees of that loop; of loop 1 it sees all."""
 
     def problems(self) -> Iterator[Problem]:
+        if self.family == "plt":
+            yield from self.idle("mixing", unless="family is 'looped'")
+        else:
+            yield from self.idle("window", unless="family is 'plt'")
         if self.mixing != "scalar":
             yield from self.idle("mixing_init", unless="mixing is 'scalar'")
 
@@ -85,7 +99,7 @@ class PolicySection(Section):
     path: LocalPath | None = None
     """Hub id, local folder, or package:NAME/FILE.gguf for a GGUF file in an installed package."""
     new: NewPolicy | None = None
-    """Make a small LoopLM from scratch instead of loading one."""
+    """Make a small policy from scratch instead of loading one."""
     loops: Count | None = None
     """Depth in training and rollout; null: the checkpoint's own."""
     convert: ConvertSection | None = None
@@ -101,7 +115,7 @@ class PolicySection(Section):
 
     def problems(self) -> Iterator[Problem]:
         if (self.path is None) == (self.new is None):
-            yield "path", "give either policy.path (a checkpoint) or policy.new (a LoopLM from scratch), not both"
+            yield "path", "give either policy.path (a checkpoint) or policy.new (one from scratch), not both"
         if self.new:
             yield from self.idle("trust_remote_code", "revision", "convert", unless="policy.path is given")
         if self.loops is None and (self.new or self.convert):
@@ -397,7 +411,10 @@ class TelemetrySection(Section):
 
 
 class PretrainSection(Section):
-    """The LoopLM objective: the warm start of a train recipe, or the whole job of `rltt pretrain`."""
+    """The LoopLM objective: the warm start of a train recipe, or the whole job of `rltt pretrain`.
+
+    A policy without an exit gate has no distribution over loops to learn: all weight is on the last loop.
+    """
 
     max_steps: Count = 200
     """Optimizer updates at most."""
@@ -410,7 +427,7 @@ class PretrainSection(Section):
     warmup_steps: Whole = 20
     """Steps over which the learning rate rises from 0."""
     beta: NonNegative = 0.1
-    """Weight of KL(p || uniform), which keeps the exit gate open."""
+    """Weight of KL(p || uniform), which keeps the exit gate open. Nothing without a gate."""
     epsilon: Share = 0.0
     """Share of the loss spread evenly over the loops."""
     weight_decay: NonNegative = 0.0
@@ -521,6 +538,13 @@ class Recipe(Section):
     def _train_problems(self) -> Iterator[Problem]:
         if not self.rewards:
             yield "rewards", "training needs at least one, such as [math]"
+        family = (self.policy.new and self.policy.new.family) or (self.policy.convert and self.policy.convert.family)
+        if family == "plt" and self.objective.credit == "exit_pdf":
+            yield (
+                "objective.credit",
+                "'exit_pdf' weighs the loops by an exit gate, which a Parallel Loop Transformer does not have;"
+                " set it to uniform, progressive, learned or final",
+            )
         if self.policy.new:
             longest = (self.data.max_prompt_length or 1) + self.rollout.max_completion_length
             if longest > self.policy.new.max_position_embeddings:

@@ -64,6 +64,8 @@ class Memory:
     value_bytes: int
     """Bytes of a weight that is computed with."""
     kv_per_token: int
+    kv_windows: int
+    """KV cache of a sequence that does not grow with it: the windows of a Parallel Loop Transformer's later loops."""
     sequences: int
     """Completions of a rollout; 0 without RL."""
     sequence_tokens: int
@@ -127,7 +129,7 @@ class Memory:
     @property
     def kv_rollout(self) -> int:
         """KV cache when a rollout is generated at once and no completion ends early."""
-        return self.kv_per_token * self.sequences * self.sequence_tokens
+        return (self.kv_per_token * self.sequence_tokens + self.kv_windows) * self.sequences
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,9 @@ class Plan:
                 kind = "fp32" if memory.value_bytes == FP32 else "bf16"
                 none = "none: the policy with its adapters off" if memory.has_adapters else "offloaded"
                 yield "reference memory", f"{_size(memory.reference)} ({kind}, frozen)" if memory.reference else none
-                yield "KV cache", f"{_size(memory.kv_per_token)} a token, {_size(memory.kv_rollout)} for {sequences}"
+                windows = f" and {_size(memory.kv_windows)} of windows a sequence" if memory.kv_windows else ""
+                size = f"{_size(memory.kv_per_token)} a token{windows}"
+                yield "KV cache", f"{size}, {_size(memory.kv_rollout)} for {sequences}"
         else:
             yield "memory", "not known without the checkpoint's configuration"
 
@@ -210,7 +214,8 @@ def plan(
 def count_parameters(config: Mapping[str, Any], *, looped: bool) -> int:
     """Parameters of a Llama-like decoder, counted from its configuration.
 
-    Exact for LoopLM (`model_type: ouro`) and for Llama without biases; others are off by a few vectors a layer.
+    Exact for LoopLM (`model_type: ouro`), Parallel Loop Transformers, and Llama without biases; others are off by a few
+    vectors a layer.
     """
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
@@ -218,8 +223,14 @@ def count_parameters(config: Mapping[str, Any], *, looped: bool) -> int:
     norms = 4 if config.get("model_type") == "ouro" else 2
     layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * config["intermediate_size"] + norms * hidden
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    exit_gate = hidden + 1 if looped else 0
-    return embeddings + layers * layer + hidden + exit_gate
+    match config.get("model_type"):
+        case "iquestpltcoder" if config["plt_gate_use_hidden_states"]:
+            gates = layers * (heads * (hidden + 1) + hidden)
+        case "iquestpltcoder" | "iquestloopcoder":
+            gates = layers * heads * (_head_dim(config) + 1)
+        case _:
+            gates = hidden + 1 if looped else 0
+    return embeddings + layers * layer + hidden + gates
 
 
 def lora_parameters(lora: LoraSection, config: Mapping[str, Any], loops: int) -> int:
@@ -233,7 +244,7 @@ def lora_parameters(lora: LoraSection, config: Mapping[str, Any], loops: int) ->
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], *, loops: int, value_bytes: int) -> int:
-    """KV cache of one token: every loop of every layer keeps its own keys and values."""
+    """KV cache of one token, when `loops` loops of every layer keep their own keys and values."""
     slots = loops * config["num_hidden_layers"]
     return slots * 2 * _kv_heads(config) * _head_dim(config) * value_bytes
 
@@ -270,6 +281,7 @@ def _memory(
     parameters = count_parameters(config, looped=loops > 1)
     lora, train = recipe.policy.lora, recipe.train
     computed_in = BF16 if compute == "bf16" else FP32
+    global_loops, window = _kept_by_loops(recipe, config, loops)
     return Memory(
         parameters=parameters,
         trained=parameters if lora is None else lora_parameters(lora, config, loops),
@@ -278,10 +290,25 @@ def _memory(
         sharding=train.sharding,
         offload=train.offload,
         value_bytes=computed_in if train.sharding in ("zero2", "zero3") else FP32,
-        kv_per_token=kv_bytes_per_token(config, loops=loops, value_bytes=computed_in),
+        kv_per_token=kv_bytes_per_token(config, loops=global_loops, value_bytes=computed_in),
+        kv_windows=window * kv_bytes_per_token(config, loops=loops - global_loops, value_bytes=computed_in),
         sequences=schedule.completions_per_rollout if schedule else 0,
         sequence_tokens=_sequence_tokens(recipe),
     )
+
+
+def _kept_by_loops(recipe: Recipe, config: Mapping[str, Any], loops: int) -> tuple[int, int]:
+    """How many loops keep keys and values of all positions, and of how many positions each of the others does."""
+    convert = recipe.policy.convert
+    if convert is not None and convert.family == "plt":
+        return 1, convert.window + 1
+    match config.get("model_type"):
+        case "iquestpltcoder":
+            return 1, config["plt_window_size"][0] + 1
+        case "iquestloopcoder":
+            return 1, config["loop_window_size"]
+        case _:
+            return loops, 0
 
 
 def _warnings(

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
 from ..data import Problem, arithmetic_tokenizer, build_dataset, prompt_ids
 from ..errors import DataError
-from ..models.configuration import OuroConfig
+from ..models.configuration import IQuestPLTCoderConfig, OuroConfig
 from ..models.load import load_policy, load_tokenizer, stop_token_ids
 from ..models.looped import LoopedForCausalLM
-from ..models.looplm import OuroForCausalLM
 from ..recipe import Recipe
 
 
@@ -29,7 +28,7 @@ def load(recipe: Recipe) -> Policy:
     section = recipe.policy
     if section.new is not None:
         tokenizer = arithmetic_tokenizer()
-        model = OuroForCausalLM._from_config(
+        model = AutoModelForCausalLM.from_config(
             new_config(recipe, tokenizer), dtype=torch.float32, attn_implementation=section.attn_implementation
         )
     else:
@@ -48,18 +47,23 @@ def load(recipe: Recipe) -> Policy:
     return Policy(model, tokenizer)
 
 
-def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig:
-    """Configuration of a LoopLM from scratch."""
-    assert recipe.policy.new is not None
-    return OuroConfig(
-        **recipe.policy.new.model_dump(exclude_none=True),
-        vocab_size=len(tokenizer),
-        total_ut_steps=recipe.policy.loops,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},  # made for short sequences
-    )
+def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OuroConfig | IQuestPLTCoderConfig:
+    """Configuration of a policy from scratch."""
+    new = recipe.policy.new
+    assert new is not None
+    fields = {
+        **new.model_dump(exclude={"family", "window"}),
+        "num_key_value_heads": new.num_key_value_heads or new.num_attention_heads,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},  # made for short sequences
+        "total_ut_steps": recipe.policy.loops,
+    }
+    if new.family == "plt":
+        return IQuestPLTCoderConfig(**fields, plt_window_size=[new.window, 0])
+    return OuroConfig(**fields)
 
 
 def uses_chat(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:

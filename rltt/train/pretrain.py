@@ -1,7 +1,8 @@
 """LoopLM pretraining on prompts with responses: the job of `rltt pretrain`, and the warm start before RL.
 
 Σ_t p_t·CE_t + β·KL(p ‖ uniform) over response tokens (../objective/looplm.py), warmup and cosine decay. The loss does
-not show when the gate collapses onto the first loop, so the exit distribution is measured and a collapse is said.
+not show when the gate collapses onto the first loop, so the exit distribution is measured and a collapse is said. A
+model without a gate (a Parallel Loop Transformer) learns by its last loop, with ε of the loss spread over all.
 """
 
 import warnings
@@ -19,7 +20,7 @@ from ..data import prompt_ids
 from ..errors import DataError
 from ..models.load import end_of_response_id
 from ..models.looped import LoopedForCausalLM, Score
-from ..objective.looplm import looplm_token_loss
+from ..objective.looplm import last_loop_token_loss, looplm_token_loss
 from .faults import GuardedTrainer
 from .token_means import TokenMeans
 
@@ -54,11 +55,16 @@ class LoopLMTrainer(GuardedTrainer):
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels, score=Score()
         )
         mask = (labels[:, 1:] != -100).float()
-        cross_entropy, exit_log_pdf = -output.scores.log_probs, output.exit_log_pdf[:, :-1]
-        token_loss = looplm_token_loss(cross_entropy, exit_log_pdf, self.beta, self.epsilon)
+        cross_entropy = -output.scores.log_probs
         for t in range(cross_entropy.shape[-1]):
             self._token_means.add(f"loop{t + 1}/loss", cross_entropy[..., t].detach(), mask)
-            self._token_means.add(f"loop{t + 1}/exit_prob", exit_log_pdf[..., t].detach().exp(), mask)
+        if output.exit_log_pdf is None:
+            token_loss = last_loop_token_loss(cross_entropy, self.epsilon)
+        else:
+            exit_log_pdf = output.exit_log_pdf[:, :-1]
+            token_loss = looplm_token_loss(cross_entropy, exit_log_pdf, self.beta, self.epsilon)
+            for t in range(cross_entropy.shape[-1]):
+                self._token_means.add(f"loop{t + 1}/exit_prob", exit_log_pdf[..., t].detach().exp(), mask)
         tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
         return (token_loss * mask).sum() / tokens
 

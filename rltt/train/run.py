@@ -325,9 +325,7 @@ def save_pretrained(trainer: LoopLMTrainer, policy: Policy, run: RunDirectory, n
 
 
 def learnable(policy: Policy, dataset: Dataset) -> Dataset:
-    """The rows of the LoopLM objective, or an error that says why the policy or the data have none."""
-    if not policy.model.loop_spec.exit_gate:
-        raise PolicyError("the LoopLM objective needs an exit gate, which this model does not have")
+    """The rows of the LoopLM objective, or an error that says why the data have none."""
     return tokenize_responses(dataset, policy.tokenizer, policy.model.config.max_position_embeddings)
 
 
@@ -337,6 +335,9 @@ def looplm_trainer(
     """The trainer of the LoopLM objective, with its console and its metrics file."""
     section = recipe.pretrain
     assert section is not None
+    if not policy.model.loop_spec.exit_gate:
+        without_gate = "no exit gate: pretraining is of the last loop, with pretrain.epsilon spread over all loops"
+        console.print(f"{without_gate}; pretrain.beta has no effect", highlight=False, soft_wrap=True)
     micro_batch, accumulation = share(
         section.batch_size,
         section.per_device_train_batch_size or section.batch_size,

@@ -1,6 +1,8 @@
 """Looped models in vLLM: a plugin that vLLM loads by itself (entry point `vllm.general_plugins`) in all its processes.
 
 models.py   the looped families as native vLLM models
+plt.py      Parallel Loop Transformers
+shift.py    what moves a state one token on, between their loops
 engine.py   an engine inside the training process, over TRL's plumbing
 server.py   vLLM's server on other GPUs, and the trainer's end of it
 cpu.py      what vLLM's CPU build needs so that weights can be synced
@@ -12,8 +14,14 @@ from importlib.util import find_spec
 
 from ...errors import UserError
 
-_MODELS = "rltt.rollout.vllm.models"
-ARCHITECTURES = ("OuroForCausalLM", "LoopedLlamaForCausalLM", "LoopedQwen3ForCausalLM")
+ARCHITECTURES = {
+    "OuroForCausalLM": "models",
+    "LoopedLlamaForCausalLM": "models",
+    "LoopedQwen3ForCausalLM": "models",
+    "IQuestPLTCoderForCausalLM": "plt",
+    "IQuestLoopCoderForCausalLM": "plt",
+}
+"""In which file of this folder a model is."""
 
 
 def register() -> None:
@@ -22,8 +30,8 @@ def register() -> None:
 
     from ... import _auto_register  # noqa: F401  (AutoConfig must know the model types)
 
-    for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, f"{_MODELS}:{architecture}")
+    for architecture, file in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, f"{__name__}.{file}:{architecture}")
 
 
 def require_vllm() -> None:

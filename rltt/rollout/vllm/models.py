@@ -29,6 +29,7 @@ from ...models.exit_gate import ExitGate
 from ...models.looped import InputMixing, read_out
 from ...models.spec import LoopSpec
 from .cpu import attention_head_size, keep_weights_syncable
+from .shift import Shift, shift_layers
 
 
 class LoopedAttention(LlamaAttention):
@@ -62,6 +63,7 @@ class LoopedAttention(LlamaAttention):
                 num_kv_heads=self.num_kv_heads,
                 cache_config=vllm_config.cache_config,
                 quant_config=vllm_config.quant_config,
+                per_layer_sliding_window=None if loop < spec.global_kv_loops else spec.window,
                 prefix=f"model.layers.{spec.kv_slot(loop, layer)}.self_attn.attn",
             )
             for loop in range(spec.loops)
@@ -70,13 +72,24 @@ class LoopedAttention(LlamaAttention):
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if qk_norm else None
 
     def forward(self, positions: Int[Tensor, " N"], hidden: Float[Tensor, "N H"], loop: int) -> Float[Tensor, "N H"]:
+        return self.output(self.attend(loop, *self.project(positions, hidden)))
+
+    def project(self, positions: Int[Tensor, " N"], hidden: Float[Tensor, "N H"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [N, heads · channels] each, normed and rotated."""
         qkv, _ = self.qkv_proj(hidden)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.view(-1, self.num_heads, self.head_dim)).view(q.shape)
             k = self.k_norm(k.view(-1, self.num_kv_heads, self.head_dim)).view(k.shape)
         q, k = self.rotary_emb(positions, q, k)
-        attended = self._cut(self.loops[loop](self._fill(q), self._fill(k), self._fill(v)))
+        return q, k, v
+
+    def attend(self, loop: int, query: Tensor, key: Tensor | None, value: Tensor | None) -> Float[Tensor, "N D"]:
+        """Attention over the cache of a loop; without keys and values it is read as that loop has written it."""
+        key, value = (None if heads is None else self._fill(heads) for heads in (key, value))
+        return self._cut(self.loops[loop](self._fill(query), key, value))
+
+    def output(self, attended: Float[Tensor, "N D"]) -> Float[Tensor, "N H"]:
         output, _ = self.o_proj(attended)
         return output
 
@@ -97,11 +110,12 @@ class LoopedDenseLayer(nn.Module):
     """A Llama-family decoder layer: x ← x + Attn(N_in x); x ← x + MLP(N_post x)."""
 
     qk_norm = False
+    attention_class: type[LoopedAttention] = LoopedAttention
 
     def __init__(self, vllm_config: VllmConfig, layer: int) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.self_attn = LoopedAttention(vllm_config, layer, self.qk_norm)
+        self.self_attn = self.attention_class(vllm_config, layer, self.qk_norm)
         self.mlp = LlamaMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -152,6 +166,17 @@ class LoopedModel(nn.Module):
         # In fp32 whatever the engine's dtype: the exit decision and 1-w would be rounded away (see exit_gate.py).
         self.early_exit_gate = ExitGate(config.hidden_size).float() if self.spec.exit_gate else None
         self.input_mixing = InputMixing().float() if self.spec.input.kind == "mix" else None
+        boundaries = self.spec.loops - 1 if self.spec.input.shift else 0
+        self.shifts = nn.ModuleList(self._shift(vllm_config, boundary) for boundary in range(boundaries))
+
+    def _shift(self, vllm_config: VllmConfig, boundary: int) -> Shift:
+        """The shift between two loops, whose attention layers are numbered after those of the loops."""
+        hidden = vllm_config.model_config.hf_config.hidden_size
+        attention = self.layers[0].get_submodule("self_attn")
+        assert isinstance(attention, LoopedAttention)
+        heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.cache_head_dim
+        first = self.spec.kv_slots + boundary * shift_layers(hidden, kv_heads, size)
+        return Shift(vllm_config, hidden, first, heads, kv_heads, size)
 
     def forward(
         self,
@@ -164,8 +189,8 @@ class LoopedModel(nn.Module):
         hidden = embeddings
         loop_states: list[Tensor] = []
         for loop in range(self.spec.loops):
-            if loop and self.input_mixing is not None:
-                hidden = self.input_mixing(embeddings, hidden)
+            if loop:
+                hidden = self.loop_input(loop, positions, embeddings, hidden)
             for layer in self.layers:
                 hidden = layer(positions, hidden, loop)
             normed = self.norm(hidden)
@@ -175,6 +200,17 @@ class LoopedModel(nn.Module):
             return loop_states[-1]
         gate_logits = torch.stack([self.early_exit_gate(state) for state in loop_states], dim=-1)
         return read_out(loop_states, gate_logits, self.spec.readout.threshold)
+
+    def loop_input(
+        self, loop: int, positions: Int[Tensor, " N"], embeddings: Float[Tensor, "N H"], state: Float[Tensor, "N H"]
+    ) -> Float[Tensor, "N H"]:
+        """What enters a loop after the first (`LoopSpec.input`)."""
+        if self.input_mixing is not None:
+            return self.input_mixing(embeddings, state)
+        if self.spec.input.shift:
+            mix = self.spec.input
+            return mix.embedding_scale * embeddings + mix.state_scale * self.shifts[loop - 1](positions, state)
+        return state
 
 
 class LoopedForCausalLM(nn.Module):
