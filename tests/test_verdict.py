@@ -306,6 +306,21 @@ def test_held_out_prompts_that_are_solved_less_make_a_run_unstable() -> None:
     assert judge(steady).verdict == "moving"
 
 
+def test_prompts_learned_by_heart_are_told_from_learning() -> None:
+    rising = SOUND | {"solve_rate": noisy(lambda step: min(0.4 + step / 30, 0.85), 0.04)}
+    run = history(16, total=80, settings=SETTINGS | {"data.train.limit": 16}, **rising)
+
+    def held_out(now: float) -> History:
+        rows = [dict(row) for row in run.rows]
+        rows[-1] |= {"eval/solve_rate": now, "eval/stderr": 0.04}
+        return History(rows, "x", run.settings, 80, HeldOut(0, 0.4, 0.035))
+
+    found = judge(held_out(0.37))
+    assert (found.verdict, found.cause) == ("unstable", "held_out_falls")
+    assert "learned by heart" in str(found)
+    assert judge(held_out(0.75)).verdict == "moving"
+
+
 def test_updates_that_share_a_rollout_count_it_once() -> None:
     """Repeated rows are no new evidence: a trend over 20 rollouts is the same in 80 rows."""
     rollouts = [noisy(lambda step: 0.4 + step / 200, 0.08)(step) for step in range(20)]

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from plants import MeasureChanged
 from scenarios import SCENARIOS, STEPS, VARIANTS, Scenario, Variant
 
 from rltt.data.arithmetic import arithmetic_problems
@@ -152,7 +151,6 @@ def one(scenario: Scenario, variant: Variant, work: Path) -> None:
         trainer = make_trainer(*args, **kwargs)
         if scenario.plant is not None:
             scenario.plant(trainer)
-        trainer.add_callback(MeasureChanged(trainer))
         return trainer
 
     run.make_trainer = planted

@@ -11,22 +11,6 @@ from rltt.train.trainer import RLTTTrainer
 Plant = Callable[[RLTTTrainer], None]
 
 
-class MeasureChanged(TrainerCallback):
-    """Logs `update/changed`, the share of weights that an update really changed."""
-
-    def __init__(self, trainer: RLTTTrainer) -> None:
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.before = [p.detach().clone() for p in self.trainer.model.parameters() if p.requires_grad]
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        after = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        changed = sum(int((old != new).sum()) for old, new in zip(self.before, after, strict=True))
-        total = sum(p.numel() for p in after)
-        self.trainer._metrics["train"]["update/changed"] = [changed / total]
-
-
 class RoundToBf16(TrainerCallback):
     """Rounds the weights after each update to what bf16 can hold."""
 

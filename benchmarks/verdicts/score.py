@@ -21,7 +21,9 @@ from rltt.telemetry import HeldOut, History, Verdict, judge
 HISTORIES = Path(__file__).parent / "histories"
 LEAST_GAIN = 0.02
 STATED = {0.2: (0.9, 0.9), 1.0: (0.9, 0.9)}
-"""Precision and recall of "will not move" on the held-out split, at 20 % of the run and at its end."""
+"""Precision and recall of "will not move" on either split, at 20 % of the run and at its end."""
+STATED_CAUSES = {0.2: (0.85, 0.85), 1.0: (0.85, 0.85)}
+"""The same of all causes together."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,22 @@ def by_cause(runs: Iterable[Judged]) -> dict[str, Score]:
     }
 
 
+def causes(runs: Iterable[Judged]) -> Score:
+    """All causes together: how many that were named were planted, and how many that were planted were named."""
+    each = by_cause(runs).values()
+    return Score(sum(s.hits for s in each), sum(s.false for s in each), sum(s.missed for s in each))
+
+
+def speaks_at(history: History) -> int | None:
+    """The first step from which on, for three steps, the verdict is that the run will not move; None: never."""
+    said = 0
+    for step in range(1, history.last_step + 1):
+        said = said + 1 if judge(history.up_to(step)).verdict in ("stalled", "unstable") else 0
+        if said == 3:
+            return step - 2
+    return None
+
+
 def main() -> None:
     enough = True
     for share, (precision, recall) in STATED.items():
@@ -129,6 +147,7 @@ def main() -> None:
             score = will_not_move(runs)
             print(f"\nat {share:.0%} of the run, {split}: {len(runs)} runs, {sum(run.gains for run in runs)} gained")
             print(f"  {'will not move':24} {score}")
+            print(f"  {'all causes':24} {causes(runs)}")
             for cause, of_cause in by_cause(runs).items():
                 print(f"  {cause:24} {of_cause}")
             for run in runs:
@@ -136,6 +155,12 @@ def main() -> None:
                     print(f"    wrong: {run.name} {'gained' if run.gains else 'did not gain'}: {run.verdict.title}")
             if split == "held-out":
                 enough &= score.precision >= precision and score.recall >= recall
+    still = [history for head, history in map(load, sorted(HISTORIES.glob("*.jsonl.gz"))) if not gains(head)]
+    steps = sorted(step for step in map(speaks_at, still) if step is not None)
+    print(
+        f"\nof {len(still)} runs that did not gain, {len(steps)} were told so at some step: half of them by step "
+        f"{steps[len(steps) // 2]}, nine in ten by step {steps[len(steps) * 9 // 10]}"
+    )
     sys.exit(0 if enough else 1)
 
 

@@ -158,7 +158,7 @@ def unparseable(s: Signals) -> Finding | None:
 
 
 def held_out_falls(s: Signals) -> Finding | None:
-    """What is paid for goes up while what is wanted goes down."""
+    """What is paid for goes up, while what is wanted goes down or stays behind."""
     evidence: list[Evidence] = []
     sure = 0.0
     reward, solve = s.reward, s.solve
@@ -187,6 +187,8 @@ def held_out_falls(s: Signals) -> Finding | None:
                     )
                 )
                 break
+        if not evidence and (learned := _by_heart(s)) is not None:
+            sure, evidence = 0.95, [learned]
     if not evidence:
         return None
     others = [entry for entry in s.setting("rewards", []) if _name(entry) != "math"]
@@ -200,6 +202,20 @@ def held_out_falls(s: Signals) -> Finding | None:
         step = max(points, key=lambda point: point.solve_rate).step if points else s.history.last_step // 2
         change = Change(f"train.max_steps={max(step, 1)}", "stops where held-out prompts were solved best")
     return Finding("held_out_falls", "unstable", sure, tuple(evidence), change)
+
+
+def _by_heart(s: Signals) -> Evidence | None:
+    """Training prompts are solved far more than at the start, and held-out prompts are not."""
+    first, last, points = s.solve_first, s.solve_last, s.history.held_out
+    if s.solve is None or first is None or last is None or s.solve.rises < SURE or last.mean - first.values[0] < 0.15:
+        return None
+    before, now = points[0], points[-1]
+    rise, held = last.mean - fmean(first.values[:2]), now.solve_rate - before.solve_rate
+    error = ((before.stderr or 0.03) ** 2 + (now.stderr or 0.03) ** 2) ** 0.5
+    if rise - held < 4 * error or held > error:
+        return None
+    meaning = f"was {before.solve_rate:.3f}, while training prompts went up by {rise:.2f}: they are learned by heart"
+    return Evidence("eval/solve_rate", now.solve_rate, (before.step, now.step), meaning)
 
 
 def kl_explosion(s: Signals) -> Finding | None:
