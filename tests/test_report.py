@@ -278,7 +278,7 @@ def stop_serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         done.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rltt.telemetry.dashboard.time.sleep", wait)
+    monkeypatch.setattr("rltt.telemetry.dashboard.sleep", wait)
     yield done
     done.set()
 
