@@ -11,8 +11,8 @@ Facts of vLLM 0.31 on a CPU:
 """
 
 import os
+from typing import Any
 
-from torch import nn
 from torch.nn import functional
 from vllm.platforms import current_platform
 
@@ -32,7 +32,7 @@ def keep_weights_syncable() -> None:
         utils.dispatch_cpu_unquantized_gemm = _torch_linear
 
 
-def _torch_linear(layer: nn.Module, remove_weight: bool) -> None:
+def _torch_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = functional.linear
 
 
