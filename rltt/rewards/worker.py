@@ -62,8 +62,8 @@ def nursery(control_fd: int, task: str, deadline: float, foreign: tuple[str, ...
 def serve(connection: Connection, function: Callable[[Any], Any], deadline: float, by_the_clock: bool) -> None:
     """Answer batches of items one by one until the other side hangs up.
 
-    The kernel ends the process (default action of SIGPROF and SIGALRM) when an item passes its deadline. That also works
-    in the midst of a C function, which a Python signal handler would not, and when the training process is gone already.
+    The kernel ends the process (default action of SIGPROF and SIGALRM) when an item passes its deadline: also in the
+    midst of a C function, which a Python signal handler would not, and when the training process is gone already.
     """
     connection.send(os.getpid())
     while True:
