@@ -130,6 +130,7 @@ def train(
         max_completion_length=12,
         max_steps=4,
         learning_rate=1e-3,
+        adam_epsilon=1e-6,  # the usual 1e-8 turns rounding in gradients that are nearly zero into steps of full length
         lr_scheduler_type="constant",
         beta=0.05,
         save_strategy="no",

@@ -505,7 +505,6 @@ BEFORE_TRAINING = [
         r"model type 'llama' is not a looped model; `rltt convert`, or `convert`",
     ),
     (["policy={path: ./gateless}"], PolicyError, "credit 'exit_pdf' needs an exit gate"),
-    (["policy={path: ./gateless}", WARM, "objective.credit=final"], PolicyError, "LoopLM objective needs an exit gate"),
     (["policy={path: ./nowhere}"], PolicyError, "nowhere: no such folder"),
     (["data.train=few.jsonl", "train.prompts_per_step=2", WARM], DataError, "needs a response in every row"),
 ]

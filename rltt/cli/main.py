@@ -8,13 +8,16 @@ from typer.core import TyperGroup
 from rltt import __version__
 from rltt.cli.check_data import check_data
 from rltt.cli.convert import convert
+from rltt.cli.dashboard import dashboard
 from rltt.cli.doctor import doctor
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
+from rltt.cli.report import report
 from rltt.cli.reward import reward
 from rltt.cli.serve import serve
 from rltt.cli.train import train
 from rltt.cli.verdict import verdict
+from rltt.cli.watch import watch
 from rltt.errors import UserError
 from rltt.launch import errors_left, leave_error
 
@@ -60,7 +63,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, doctor, verdict, pretrain, convert):
+for command in (train, doctor, verdict, watch, dashboard, report, pretrain, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)

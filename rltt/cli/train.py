@@ -93,6 +93,9 @@ def start(
             raise typer.Exit(status)
         return
 
+    from rltt.telemetry.trackers.trackio import place_beside
+
+    place_beside(recipe.run_directory)
     from rltt.train import run
 
     if dry_run:

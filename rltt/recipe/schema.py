@@ -404,6 +404,8 @@ class EvaluateSection(Section):
 class TelemetrySection(Section):
     """What a run says of itself."""
 
+    tracker: Literal["trackio", "tensorboard", "wandb", "none"] = "trackio"
+    """Where the numbers are sent besides the run directory; Trackio's page opens with `rltt dashboard`."""
     on_stalled: Literal["warn", "stop"] = "warn"
     """When the verdict is that the policy will not move: say so, or end the run as well."""
 

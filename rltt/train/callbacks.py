@@ -1,6 +1,6 @@
 """What is written and said at each step of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +34,9 @@ class MetricsCallback(TrainerCallback):
         evaluate: Callable[[int], EvalResult] | None,
         verdict: LiveVerdict,
         evaluated: Callable[[float], None],
+        track: Callable[[int, Mapping[str, float | None]], None],
     ) -> None:
+        self.track = track
         self.verdict = verdict
         self.recipe = recipe
         self.evaluated = evaluated
@@ -56,7 +58,7 @@ class MetricsCallback(TrainerCallback):
         if self.evaluate is not None and state.global_step % (self.recipe.evaluate.every or 1) == 0:
             result = self.evaluate(state.global_step)
             self.evaluated(result.solve_rate)
-            self.evaluation = {"eval/solve_rate": result.solve_rate, "eval/stderr": result.stderr}
+            self.evaluation = held_out_metrics(result.to_dict())
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
@@ -73,6 +75,7 @@ class MetricsCallback(TrainerCallback):
         row |= self.verdict.update(finite(row))
         control.should_training_stop |= self.verdict.stop
         self.run.log_metrics(row)
+        self.track(state.global_step, finite(row))
         self.run.update_summary(steps=state.global_step)
 
 
@@ -99,6 +102,11 @@ def metrics_row(step: int, logs: dict[str, Any]) -> dict[str, Any]:
     """A step's metrics: `step` first, and `lr` for transformers' `learning_rate`."""
     row = {"lr" if key == "learning_rate" else key: value for key, value in logs.items()}
     return {"step": step} | row
+
+
+def held_out_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """An evaluation, as `EvalResult.to_dict` gives it, as metrics of a step."""
+    return {"eval/solve_rate": result["solve_rate"], "eval/stderr": result["stderr"]}
 
 
 def show(trainer: Trainer, *callbacks: TrainerCallback) -> None:

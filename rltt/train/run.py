@@ -7,11 +7,11 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -33,7 +33,8 @@ from ..rewards.preflight import preflight
 from ..rewards.registry import NamedReward, check_columns, use_tokenizer
 from ..rollout.vllm import require_vllm
 from ..telemetry import HeldOut, LiveVerdict, flat
-from .callbacks import MetricsCallback, PretrainMetricsCallback, show
+from ..telemetry.trackers import open_tracker, require_tracker
+from .callbacks import MetricsCallback, PretrainMetricsCallback, held_out_metrics, show
 from .config import RLTTConfig
 from .console import ProgressCallback
 from .faults import NonFiniteError
@@ -81,6 +82,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
         UserError: anything in the recipe, the data, the rewards or the checkpoint that cannot work, before training.
     """
     recipe.require("train")
+    require_tracker(recipe.telemetry.tracker)
     console = make_console()
     say = warning_on(console)
     previous = unfinished(recipe, resume, accept, say)
@@ -91,7 +93,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
 
     run = RunDirectory(recipe, of_main(previous))
     report_failures(rewards, run, console)
-    with recorded(run), preemption() as asked:
+    with recorded(run), preemption() as asked, ExitStack() as open_until_end:
         if of_main((run.path / "start").is_dir()):
             policy = started(recipe, policy, run)
         elif responses is not None:
@@ -110,12 +112,20 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
             console.print(f"held-out before: {before}", highlight=False)
 
         checkpoint = rewind(run, checkpoints_of(run.path), ("metrics.jsonl", "reward_failures.jsonl"), say)
+        tracker = open_until_end.enter_context(open_tracker(recipe, run.path, run.rows(), say, is_main()))
+        if run.summary.get("eval_before") and run.resumed is None:
+            tracker.log(0, held_out_metrics(run.summary["eval_before"]))
+
+        def write_rollouts(rows: list[dict[str, Any]]) -> None:
+            run.write_rollouts(rows)
+            tracker.log_rollouts(rows[0]["step"], rows)
+
         adapted = with_lora(recipe, policy, run)
-        trainer = make_trainer(ready.config, adapted, dataset, rewards, run.write_rollouts)
+        trainer = make_trainer(ready.config, adapted, dataset, rewards, write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
-        metrics = MetricsCallback(
-            recipe, run, console, evaluate_during, live_verdict(recipe, run, console), trainer.note_evaluation
-        )
+        verdict = live_verdict(recipe, run, console)
+        verdict.alert = tracker.alert
+        metrics = MetricsCallback(recipe, run, console, evaluate_during, verdict, trainer.note_evaluation, tracker.log)
         show(trainer, metrics, ProgressCallback(console, "RL"), StopAtStep(trainer, asked))
         try:
             with unscored_told_once(), asked.waiting():
@@ -131,6 +141,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
         if eval_dataset is not None and recipe.evaluate.after:
             after = evaluate(recipe.train.seed + 1)
             run.update_summary(eval_after=after.to_dict())
+            tracker.log(trainer.state.global_step, held_out_metrics(after.to_dict()))
             console.print(f"held-out after:  {after}", highlight=False)
     return run.path
 

@@ -51,6 +51,7 @@ def deepspeed_config(section: TrainSection, parameters: int) -> dict[str, Any] |
     if stage is None:
         return None
     require_deepspeed(section.sharding)
+    leave_collectives_to_gloo()
     if section.deepspeed is not None:
         return own_config(Path(section.deepspeed), section.sharding, stage)
     zero: dict[str, Any] = {
@@ -118,6 +119,18 @@ def require_deepspeed(sharding: str) -> None:
 
     if not is_deepspeed_available():
         raise RecipeError(f'train.sharding: {sharding} needs DeepSpeed: pip install "rltt[deepspeed]"')
+
+
+def leave_collectives_to_gloo() -> None:
+    """Without a GPU, keep DeepSpeed from compiling collectives of its own at its first start.
+
+    That takes a compiler and a minute, and whoever is killed meanwhile leaves a lock in torch's cache of extensions on
+    which every later start waits for ever. gloo does the same work.
+    """
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def join_processes(section: TrainSection) -> None:

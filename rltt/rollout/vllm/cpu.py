@@ -2,8 +2,9 @@
 
 Facts of vLLM 0.31 on a CPU:
 
-- Linear weights are repacked for oneDNN after loading and the originals freed, so that a later sync of weights fails
-  (`'Parameter' object has no attribute 'weight_loader'`). With the flag below vLLM takes its plain torch path.
+- Linear weights are repacked after loading (for oneDNN; bf16 ones for AMX where the processor has it) and the originals
+  freed, so that a later sync of weights fails (`'Parameter' object has no attribute 'weight_loader'`). With the choice
+  of kernel below every linear layer takes vLLM's own fallback, torch's linear on the weights as they were loaded.
 - Its attention kernel knows few head sizes (32 and up). `models.py` fills smaller heads with zeros, which changes
   neither scores nor outputs.
 - It takes all memory but some for its cache and binds threads to cores, which the trainer beside it needs too.
@@ -11,6 +12,8 @@ Facts of vLLM 0.31 on a CPU:
 
 import os
 
+from torch import nn
+from torch.nn import functional
 from vllm.platforms import current_platform
 
 
@@ -24,9 +27,13 @@ def prepare_environment() -> None:
 def keep_weights_syncable() -> None:
     """Let linear layers keep their weights as they were loaded. To be called before the model is built."""
     if current_platform.is_cpu():
-        from vllm import _custom_ops
+        from vllm.model_executor.layers import utils
 
-        _custom_ops._supports_onednn = False
+        utils.dispatch_cpu_unquantized_gemm = _torch_linear
+
+
+def _torch_linear(layer: nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = functional.linear
 
 
 def attention_head_size(head_dim: int) -> int:
