@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from math_by_gold import CASES, COMPLETIONS
 from math_cases import RIGHT, WRONG
 
 from rltt.data.boxed import last_boxed
@@ -40,6 +41,19 @@ def test_wrong_answers(kind):
     allowed = ("wrong", "unparseable")
     missed = [pair for pair, outcome in zip(WRONG[kind], outcomes, strict=True) if outcome.status not in allowed]
     assert not missed
+
+
+def test_answers_to_one_gold():
+    triples = [(gold, answer, answer in right) for gold, right, wrong in CASES for answer in (*right, *wrong)]
+    outcomes = verify_math([gold for gold, _, _ in triples], [boxed(answer) for _, answer, _ in triples])
+    found = list(zip(triples, outcomes, strict=True))
+    assert not [pair for pair in found if pair[1].status not in ("right", "wrong", "unparseable")]
+    assert not [pair for pair in found if (pair[1].status == "right") != pair[0][2]]
+
+
+@pytest.mark.parametrize(("gold", "completion", "right"), COMPLETIONS)
+def test_whole_completions(gold, completion, right):
+    assert (statuses([gold], [completion]) == ["right"]) is right
 
 
 def test_the_shared_cases(shared_data):

@@ -15,7 +15,7 @@ spelling.py  one spelling for LaTeX that means the same
 answer.py    the shape of an answer: point, set, interval, matrix, equation, ...
 compare.py   the rules for each shape; sets.py for sets of real numbers
 plain.py     one value: a number, a word, a choice, an expression
-quantity.py  numbers as people write them, with units
+quantity.py  numbers as people write them; units.py what stands behind them, clock.py times of day
 value.py     whether two expressions are equal
 """
 

@@ -11,13 +11,28 @@ from fractions import Fraction
 import sympy
 
 from rltt.rewards import sets
-from rltt.rewards.answer import Answer, Bracketed, Choice, Matrix, Ratio, Relation, SetOf, Several, Union, Value, Words
-from rltt.rewards.plain import check_value, is_letter, same_value, same_words
+from rltt.rewards.answer import (
+    Answer,
+    Bracketed,
+    Choice,
+    Matrix,
+    Modulo,
+    Ratio,
+    Relation,
+    SetOf,
+    Several,
+    Union,
+    Value,
+    Without,
+    Words,
+)
+from rltt.rewards.clock import clock, only_a_time, same_time
+from rltt.rewards.plain import check_value, is_a_letter, is_letter, same_number, same_value, same_words
 from rltt.rewards.quantity import exact, quantity
 from rltt.rewards.value import expression, proportional, same_items, same_solutions
 
 _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
-_CALL = re.compile(r"([A-Za-z])'*\([^()]*\)")
+_CALL = re.compile(r"([A-Za-z])'*(?:\^\{-1\})?\([^()]*\)")
 _CONSTANTS = {r"\pi", r"\infty", "e", "i"}
 
 
@@ -29,14 +44,21 @@ def same(gold: Answer, answer: Answer) -> bool:
         case (Value(), Value()):
             return same_value(gold.text, answer.text)
         case (Words() | Value(), Words() | Value()):
-            return same_words(gold.text, answer.text)
+            return same_words(gold.text, answer.text) or same_number(gold.text, answer.text)
         case (Choice(), Choice()):
             return gold.letter == answer.letter
         case (Value() | Words(), Choice()):
-            return is_letter(gold.text, answer.letter) or same(gold, answer.content)
+            # A gold that is a letter is the letter of a choice: `(A) B` is choice A, whatever stands beside it.
+            return is_letter(gold.text, answer.letter) or (not is_a_letter(gold.text) and same(gold, answer.content))
         case (Choice(), _):
             letter = isinstance(answer, Value | Words) and is_letter(answer.text, gold.letter)
             return letter or same(gold.content, answer)
+        case (Modulo(), Modulo()):
+            return gold.modulus == answer.modulus and _congruent(gold, answer)
+        case (Modulo(), _):
+            return same(gold.value, answer)
+        case (_, Modulo()):
+            return same(gold, answer.value)
         case (Relation(), Relation()):
             return _same_relation(gold, answer)
         case (Relation(), _):
@@ -62,6 +84,11 @@ def same(gold: Answer, answer: Answer) -> bool:
             return same(gold, item)
         case (Matrix(), Matrix()):
             return len(gold.rows) == len(answer.rows) and all(map(_in_order, gold.rows, answer.rows))
+        # A column of numbers is the vector of these coordinates.
+        case (Matrix(rows), Bracketed("(", parts, ")")) | (Bracketed("(", parts, ")"), Matrix(rows)):
+            return all(len(row) == 1 for row in rows) and _in_order(parts, tuple(row[0] for row in rows))
+        case (Ratio() | Value(), Ratio() | Value()) if (left := clock(gold)) and (right := clock(answer)):
+            return same_time(left, right)
         case (Ratio(), Ratio()):
             return _same_ratio(gold, answer)
         case (Ratio(), Value()):
@@ -77,8 +104,11 @@ def check(answer: Answer) -> None:
     match answer:
         case Value(text):
             check_value(text)
-        case Choice(_, content):
+        case Choice(_, content) | Modulo(content, _):
             check(content)
+        case Without(whole, removed):
+            check(whole)
+            check(removed)
         case (
             Relation(parts, _) | Bracketed(_, parts, _) | Several(parts, _) | SetOf(parts) | Union(parts) | Ratio(parts)
         ):
@@ -190,7 +220,7 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> bool:
     left, right = _terms(gold), _terms(answer)
     if left is None or right is None or any(_is_clock_time(ratio) for ratio in (gold, answer)):
         return False
-    return left[0] * right[1] == left[1] * right[0]
+    return len(left) == len(right) and all(a * right[0] == b * left[0] for a, b in zip(left, right, strict=True))
 
 
 def _is_clock_time(ratio: Ratio) -> bool:
@@ -200,14 +230,23 @@ def _is_clock_time(ratio: Ratio) -> bool:
 
 def _is_quotient(ratio: Ratio, value: Value) -> bool:
     terms, quotient = _terms(ratio), quantity(value.text).number
-    return terms is not None and quotient is not None and terms[0] == quotient * terms[1]
+    if terms is None or len(terms) != 2 or quotient is None or only_a_time(ratio):
+        return False
+    return terms[0] == quotient * terms[1]
 
 
 def _terms(ratio: Ratio) -> list[Fraction] | None:
-    """The numbers of a ratio of two, or None."""
+    """The numbers of a ratio, none of them 0; or None."""
     terms = [exact(item.text) if isinstance(item, Value) else None for item in ratio.items]
-    numbers = [term for term in terms if term is not None]
-    return numbers if len(terms) == len(numbers) == 2 and numbers[1] else None
+    numbers = [term for term in terms if term]
+    return numbers if len(terms) == len(numbers) else None
+
+
+def _congruent(gold: Modulo, answer: Modulo) -> bool:
+    sides = [quantity(side.value.text).number if isinstance(side.value, Value) else None for side in (gold, answer)]
+    if sides[0] is None or sides[1] is None:
+        return same(gold.value, answer.value)
+    return (sides[0] - sides[1]) % gold.modulus == 0
 
 
 def _in_order(left: tuple[Answer, ...], right: tuple[Answer, ...]) -> bool:

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+from rltt.rewards.worker import PATIENCE
+
 DEADLINE = 5.0
 MAX_BATCH = 32
 # A worker ends itself at the deadline. If it cannot (stopped, swapped out), we kill it this much later.
@@ -80,10 +82,11 @@ class Pool:
     """Calls `task` (`package.module:function`, of one picklable argument) in `workers` processes.
 
     Starts when first used; may be used from several threads (one call at a time has the workers) and after a fork (the
-    child starts its own). `deadline` is in seconds for each item.
+    child starts its own). `deadline` is in seconds of CPU time for each item, or `worker.PATIENCE` times as many by the
+    clock.
 
     With `foreign`, `task` is called with these strings in the nursery, and what it returns answers the items: a user's
-    code, which may print, and has no limit of memory.
+    code, which may print, has no limit of memory, and whose deadline is by the clock alone.
     """
 
     def __init__(
@@ -107,6 +110,11 @@ class Pool:
         self._control: socket.socket | None = None
         self._workers: list[_Worker] = []
 
+    @property
+    def _patience(self) -> float:
+        """The seconds by the clock after which a worker that goes on ends itself."""
+        return self.deadline if self.foreign is not None else PATIENCE * self.deadline
+
     def map(self, items: Sequence[Any]) -> list[Reply]:
         """One reply for each item, in their order."""
         with self._lock:
@@ -126,13 +134,13 @@ class Pool:
         while queue or any(worker.batch for worker in self._workers):
             self._hand_out(queue, items)
             busy = [worker for worker in self._workers if worker.batch]
-            overdue_in = min(worker.since for worker in busy) + self.deadline + GRACE - time.monotonic()
+            overdue_in = min(worker.since for worker in busy) + self._patience + GRACE - time.monotonic()
             ready = set(wait([worker.connection for worker in busy], timeout=max(0.0, overdue_in)))
             for worker in busy:
                 if worker.connection in ready:
                     if self._receive(worker, replies):
                         continue
-                elif time.monotonic() - worker.since < self.deadline + GRACE:
+                elif time.monotonic() - worker.since < self._patience + GRACE:
                     continue
                 seconds = time.monotonic() - worker.since
                 self._discard(worker)

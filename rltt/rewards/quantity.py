@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from rltt.rewards.units import NO_UNITS, Unit, is_known_unit, is_unit, named_unit, singular, unit_and_scale, word_set
+
 _INTEGER = r"\d+|\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+"
 _DECIMAL = rf"(?:(?:{_INTEGER})?\.\d+|(?:{_INTEGER})\.?)"
 _NUMBER = re.compile(
@@ -29,71 +31,35 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_DIGITS_IN_BASE = re.compile(r"(-?(?=[\w.]*\d)[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)_(\d{1,2})")
-
-# Units that can stand for each other, under one name. Only a unit of this table contradicts another one of it.
-_UNITS = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
-        "m": "m meter metre",
-        "km": "km kilometer kilometre",
-        "in": "in inch inches",
-        "ft": "ft foot feet",
-        "yd": "yd yard",
-        "mi": "mi mile",
-        "mg": "mg milligram",
-        "g": "g gm gram",
-        "kg": "kg kilogram kilo",
-        "lb": "lb pound",
-        "oz": "oz ounce",
-        "s": "s sec second",
-        "min": "min minute",
-        "h": "h hr hour",
-        "day": "day",
-        "week": "week",
-        "month": "month",
-        "year": "yr year",
-        "dollar": "$ dollar usd buck",
-        "cent": "cent ¢",
-        "euro": "€ euro eur",
-        "sterling": "£",
-        "rupee": "₹ rs rupee",
-        "yen": "¥ yen",
-        "l": "l liter litre",
-        "ml": "ml milliliter millilitre",
-        "gallon": "gal gallon",
-        "°": "° deg degree",
-        "rad": "rad radian",
-        "mph": "mph",
-        "kmh": "kmh kph km/h km/hr",
-        "am": "am",
-        "pm": "pm",
-    }.items()
-    for name in names.split()
-}
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Words behind a number that are no unit: `2 thirds` is not 2.
-_NO_UNITS = {"half", "halves", "third", "quarter", "fourth", "fifth", "sixth", "eighth", "tenth", "hundredth"}
-_TO_TWELVE = "zero one two three four five six seven eight nine ten eleven twelve"
-NUMBER_WORDS = {word: number for number, word in enumerate(_TO_TWELVE.split())}
+_DIGITS_IN_BASE = re.compile(r"(-?(?=[\w.]*\d)[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)_(\d{1,2}|[a-z]+)")
 
 _CURRENCY = re.compile(r"[$€£¥₹]|^(?:USD|EUR|Rs)\b\.?")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-# What may stand behind a number: words in \text, in parentheses or plain ones, with a power or without.
-_TAIL_TEXT = re.compile(r"\s*\\text\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*$")
+# What may stand behind a number: words in \text (several with a stroke between them), in parentheses, or plain ones;
+# with a power or without.
+_PIECE = r"\\text\{[^{}]*\}(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_TAIL_TEXT = re.compile(rf"\s*(?:/?\s*{_PIECE}(?:\s*/?\s*{_PIECE})*|\\Omega)\s*$")
 _TAIL_WORDS = re.compile(r"(?<=[\d})\s])([A-Za-z¢][A-Za-z.¢-]*(?:[ /][A-Za-z.-]+)*)\s*(?:\^\s*\{?[23]\}?)?\s*$")
 _TAIL_PARENTHESES = re.compile(r"\s\(\s*([A-Za-z][A-Za-z. -]+|[gmshlL])\s*\)$")
-_FILLERS = {"square", "sq", "cubic", "cu", "of", "the", "a", "per", "each", "about", "approximately", "exactly"}
+_TAIL_TEMPERATURE = re.compile(r"\^\\circ\s*(?:\\text\{)?\s*([CF])\s*\}?$")
+_TAIL_PRIMES = re.compile(r"(?<=\d)\s*('{1,2}|\"|\^\s*\{?\\prime(?:\s*\\prime)?\}?)$")
+
+# Numbers in words.
+_TO_NINETEEN = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_TO_NINETEEN += " seventeen eighteen nineteen"
+_TENS_OF = "twen thir for fif six seven eigh nine"
+_TENS = {f"{ten}ty": 10 * number for number, ten in enumerate(_TENS_OF.split(), 2)}
+_NUMBER_WORDS = {word: number for number, word in enumerate(_TO_NINETEEN.split())} | _TENS
+_PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression without what surrounds it. `unit` is "" for none and `?` for one we do not know."""
+    """A number or an expression without what surrounds it. `unit` is None for none."""
 
     text: str
-    unit: str = ""
+    unit: Unit | None = None
     percent: bool = False
 
     @property
@@ -107,30 +73,42 @@ def quantity(text: str, is_gold: bool = False) -> Quantity:
 
     The 3 of `3m` is a length in an answer where 3 is the gold, but `3m` as a gold is an expression.
     """
-    unit, percent, scale = "", False, 1
+    unit, percent, scale = None, False, 1
     if currency := _CURRENCY.search(text):
-        unit = _UNITS[currency[0].rstrip(".").lower()]
+        unit = named_unit(currency[0])
         text = _CURRENCY.sub("", text).strip()
     while True:
         if text.endswith("%"):
             percent, text = True, text[:-1].strip()
         elif text.endswith("^\\circ") and not _FUNCTION.search(text):
-            unit, text = "°", text.removesuffix("^\\circ").strip()
+            unit, text = named_unit("°"), text.removesuffix("^\\circ").strip()
+        elif tail := _TAIL_TEMPERATURE.search(text):
+            unit = named_unit("celsius" if tail[1] == "C" else "fahrenheit")
+            text = text[: tail.start()].strip()
         elif tail := _TAIL_TEXT.search(text):
-            words, rest = tail[1], text[: tail.start()].strip()
-            if not rest or _words(words) & _NO_UNITS:
+            words, rest = _TEXT.sub(r" \1 ", tail[0].replace(r"\Omega", "ohm")), text[: tail.start()].strip()
+            if not rest or word_set(words) & NO_UNITS:
                 break
-            unit, factor = _unit_and_scale(words, unit)
+            unit, factor = unit_and_scale(words, unit)
             scale, text = scale * factor, rest
         elif (tail := _TAIL_PARENTHESES.search(text)) and exact(text[: tail.start()]) is not None:
-            unit, _ = _unit_and_scale(tail[1], unit)
+            unit, _ = unit_and_scale(tail[1], unit)
             text = text[: tail.start()].strip()
-        elif (tail := _TAIL_WORDS.search(text)) and exact(text[: tail.start()].strip()) is not None:
-            words, spaced = tail[1], text[tail.start() - 1] == " "
-            if not _is_unit(words, spaced) or (is_gold and not spaced and len(words) == 1):
+        elif (tail := _TAIL_WORDS.search(text)) and _in_words(text) is None:
+            words, spaced, rest = tail[1], text[tail.start() - 1] == " ", text[: tail.start()].strip()
+            is_number = exact(rest) is not None
+            # Behind anything but a number only what can be nothing but a unit: `12\pi cm^2`, not `3\pi ab`.
+            if is_number and not is_unit(words, spaced):
                 break
-            unit, factor = _unit_and_scale(words, unit)
-            scale, text = scale * factor, text[: tail.start()].strip()
+            if not is_number and not (spaced and len(words) > 1 and is_known_unit(words) and rest[-1:] not in "+-*/="):
+                break
+            if is_gold and not spaced and len(words) == 1:
+                break
+            unit, factor = unit_and_scale(tail[0], unit)
+            scale, text = scale * factor, rest
+        elif tail := _TAIL_PRIMES.search(text):
+            unit = named_unit("ft" if tail[1] in ("'", "^{\\prime}", "^\\prime") else "in")
+            text = text[: tail.start()].strip()
         else:
             break
     if scale != 1:
@@ -143,7 +121,7 @@ def exact(text: str) -> Fraction | None:
     """The rational number that `text` writes, or None if it is anything else."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
-        return None
+        return _in_words(text)
     part = match.groupdict()
     sign = -1 if part["sign"] == "-" else 1
     if part["fixed"] is not None:
@@ -163,6 +141,27 @@ def exact(text: str) -> Fraction | None:
     return sign * _decimal(part["decimal"])
 
 
+def _in_words(text: str) -> Fraction | None:
+    r"""`nine`, `\text{twenty-one}`, `half`, `two thirds`; None for anything else."""
+    words = _TEXT.sub(r"\1", text).casefold().replace("-", " ").strip(" .").split()
+    if not 1 <= len(words) <= 3 or not all(word.isalpha() for word in words[-1:]):
+        return None
+    parts = Fraction(1)
+    if (part := _PARTS.get(singular(words[-1]))) and (len(words) > 1 or part == 2):
+        parts = Fraction(1, part)
+        words = [word for word in words[:-1] if word != "a"] or ["one"]
+    elif words[-1] == "halves":
+        parts, words = Fraction(1, 2), words[:-1]
+    numbers = [_NUMBER_WORDS.get(word) for word in words]
+    match numbers:
+        case [int(number)]:
+            return number * parts
+        case [int(tens), int(ones)] if words[0] in _TENS and 0 < ones < 10:
+            return (tens + ones) * parts
+        case _:
+            return None
+
+
 @dataclass(frozen=True)
 class Based:
     """`2516_8`: its digits as written and its value."""
@@ -173,9 +172,12 @@ class Based:
 
 def in_base(text: str) -> Based | None:
     match = _DIGITS_IN_BASE.fullmatch(re.sub(r"\\text|[{}() ]", "", text))
-    if match is None or not 2 <= int(match[2]) <= 36:
+    if match is None:
         return None
-    base, (whole, _, part) = int(match[2]), match[1].partition(".")
+    base = int(match[2]) if match[2].isdigit() else _NUMBER_WORDS.get(match[2], 0)
+    if not 2 <= base <= 36:
+        return None
+    whole, _, part = match[1].partition(".")
     try:
         return Based(match[1], Fraction(int(whole + part, base), base ** len(part)))
     except ValueError:  # a digit that the base does not have
@@ -192,35 +194,3 @@ def _repeating(fixed: str, repeating: str) -> Fraction:
     return Fraction(int(before or "0") * shift + int(after or "0"), shift) + Fraction(
         int(repeating), shift * (10 ** len(repeating) - 1)
     )
-
-
-def _words(text: str) -> set[str]:
-    return {_singular(word) for word in re.split(r"[\s/]+", text.casefold().replace(".", "")) if word}
-
-
-def _singular(word: str) -> str:
-    if word in _UNITS or word in _NO_UNITS:
-        return word
-    return word[:-1] if word.endswith("s") and word[:-1] else word
-
-
-def _is_unit(words: str, spaced: bool) -> bool:
-    """Whether plain words behind a number are its unit and not a factor: `5 eggs` and `5cm`, not `5xy` or `5x`."""
-    if _words(words) & _NO_UNITS:
-        return False
-    if _words(words) & (_UNITS.keys() | _SCALES.keys()):
-        return True
-    return spaced and any(len(word) >= 3 and re.search("[aeiou]", word) for word in _words(words))
-
-
-def _unit_and_scale(words: str, unit: str) -> tuple[str, int]:
-    """The unit's name and what a word like `thousand` multiplies."""
-    scale = 1
-    for word in re.split(r"\s+", words.casefold().replace(".", "").strip()):
-        word = _singular(word)
-        if word in _SCALES:
-            scale *= _SCALES[word]
-        elif word not in _FILLERS and word:
-            known = _UNITS.get(word) or _UNITS.get(words.casefold().strip()) or "?"
-            unit = known if unit in ("", "?") else unit
-    return unit, scale

@@ -2,7 +2,7 @@ r"""Sets of real numbers however they are written: `(-\infty, 3)`, `x < 3`, `x \
 
 import sympy
 
-from rltt.rewards.answer import Answer, Bracketed, Relation, SetOf, Several, Union, Value
+from rltt.rewards.answer import Answer, Bracketed, Relation, SetOf, Several, Union, Value, Without
 from rltt.rewards.quantity import quantity
 from rltt.rewards.value import UnreadableError, equal, expression, same_items
 
@@ -18,8 +18,11 @@ def same(gold: Answer, answer: Answer) -> bool:
 
 
 def is_condition(answer: Several) -> bool:
-    """Whether all items are inequalities."""
-    return all(isinstance(item, Relation) and set(item.operators) <= _INEQUALITIES.keys() for item in answer.items)
+    r"""Whether all items are inequalities, or memberships: `x \in \mathbb{R}, x \neq 0`."""
+    return all(
+        isinstance(item, Relation) and (set(item.operators) <= _INEQUALITIES.keys() or item.operators == (r"\in",))
+        for item in answer.items
+    )
 
 
 def variables(relation: Relation) -> set[sympy.Symbol]:
@@ -33,17 +36,24 @@ def real_set(answer: Answer) -> sympy.Set | None:
         case Bracketed(left, (start, end), right):
             ends = [_real(start), _real(end)]
             return None if None in ends else sympy.Interval(*ends, left == "(", right == ")")
+        case Without(whole, removed):
+            sets = [real_set(whole), real_set(removed)]
+            return None if None in sets else sympy.Complement(*sets)
         case SetOf(items):
             elements = [_real(item) for item in items]
             return None if None in elements else sympy.FiniteSet(*elements)
         case Union(items):
             return _joined(sympy.Union, items)
         case Several(items, joiner) if is_condition(answer):
+            if len({frozenset(variables(item)) for item in items if isinstance(item, Relation)}) != 1:
+                return None  # x > 1, y < 2
             both, either = _joined(sympy.Intersection, items), _joined(sympy.Union, items)
             # A comma can mean either: `x > 1, x < 2` and `x < 1, x > 2`.
             return either if joiner == "or" or (joiner == "," and both == sympy.S.EmptySet) else both
         case Several(items, _) if all(isinstance(item, Bracketed) for item in items):
-            return _joined(sympy.Union, items)
+            # Intervals. Where one would vanish in another, or is empty, they are points: (2,3), (3,2).
+            union = _joined(sympy.Union, items)
+            return union if isinstance(union, sympy.Union) and len(union.args) == len(items) else None
         case Relation((_, described), (r"\in",)):
             return real_set(described)
         case Relation():
@@ -67,7 +77,8 @@ def _solutions(relation: Relation) -> sympy.Set | None:
     replacement = {names.pop(): _VARIABLE}
     sides = [expression(quantity(s.text).text).xreplace(replacement) for s in relation.sides if isinstance(s, Value)]
     steps = zip(relation.operators, sides, sides[1:], strict=False)
-    return sympy.And(*(_INEQUALITIES[operator](left, right) for operator, left, right in steps)).as_set()
+    condition = sympy.And(*(_INEQUALITIES[operator](left, right) for operator, left, right in steps))
+    return sympy.S.Reals if condition is sympy.true else condition.as_set()  # -oo < x < oo
 
 
 def _real(answer: Answer) -> sympy.Expr | None:

@@ -17,7 +17,8 @@ _UNICODE = str.maketrans(
 )  # fmt: skip
 
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm"
-_GROUP = r"(\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9])"  # one argument of a command: a group, a command or a character
+_UNIT = r"\\text\{([^{}]*)\}((?:\^-?\d)?)"
+_ORDINAL = "(?:st|nd|rd|th)"
 
 # In this order. A pattern sees the text as the ones above left it.
 _RULES = [
@@ -32,11 +33,27 @@ _RULES = [
         (r"\\!\s*", ""),
         (r"\\\\\s*\[[^\[\]]*(?:pt|em|ex|mm|cm)\]", r"\\\\"),
         (r"(?<!\\)\\[ ,;:]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\n|\t", " "),
+        (r"\\R(?![A-Za-z])|\\math(?:bf|rm)\s*\{\s*R\s*\}|\\Reals(?![A-Za-z])|\\mathbb\s*R(?![A-Za-z])", r"\\mathbb{R}"),
         # Fonts. What they hold counts, so one of them stands for all; a single letter or a number needs none.
         (r"\\(?:math(?:rm|bf|it|sf|tt|normal)|text(?:rm|bf|it|sf|tt|up|normal)|mbox|hbox|operatorname\*?|boldsymbol)"
          r"\s*(?=\{)", r"\\text"),
         (r"\\text\s+\{", r"\\text{"),
+        (r"\\(?:underline|bm|pmb)\s*(\{[^{}]*\})", r"\1"),
+        (r"\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\checkmark(?![A-Za-z])", ""),
+        (r"\\(?:math(?:rm|bf|it)|bf|rm|it|bm)(?![A-Za-z])\s*", " "),  # that no brace follows, or needs none
+        # What only introduces the answer: `Answer: B`, `\text{The answer is } 10`.
+        (r"(?i)^(\s*(?:\\text\{)?)\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*[:=])\s*:?\s*", r"\1"),
+        (r"(?i)^\s*\\text\{\s*(?:about|around|approximately|approx\.?)\s*\}", ""),
+        (r"(\\text\{[^{}]*\})\s*\^\s*\{?\s*(-?\d)\s*\}?", r"\1^\2"),
+        # Units with a fraction or a dot: `\frac{\text{m}}{\text{s}^2}`, `\text{kg}\cdot\text{m}`.
+        (rf"(\d\}}?\s*)\\frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_UNIT}\s*\}}", r"\1\\text{ \2\3/\4\5}"),
+        (rf"{_UNIT}\s*(?:\\cdot|\\times)\s*\\text\{{", r"\\text{\1\2 "),
         (r"\\text\{\s*,?\s*(and|or)\s*\}", r" \1 "),
+        (r"\\text\{\s*\\?&\s*\}", " and "),
+        (r"\\text\{([^{}]*[^{},\s])\s*,?\s+(and|or)\s*\}", r"\\text{\1} \2 "),
+        (r"(?<=\d)\s*(?:\\text\{\s*(?::|to)\s*\}|\sto\s)\s*(?=\d)", ":"),
+        (rf"\{{\s*\\text\{{\s*({_ORDINAL})\s*\}}\s*\}}", r"{\1}"),
+        (rf"(?<=\d)\s*\^\s*(?:\\text)?\{{\s*{_ORDINAL}\s*\}}", ""),
         (r"\\text\{\s*(?:percent|percentage|pct)\.?\s*\}|(?<![A-Za-z])(?:percent|pct)(?![A-Za-z])", "%"),
         (r"\\text\{\s*degrees?\s*\}", r"^\\circ"),
         (rf"\\text\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
@@ -47,6 +64,7 @@ _RULES = [
         (r"\\(?:le|leqslant|leqq)(?![A-Za-z])|<=|=<", r"\\leq "),
         (r"\\(?:ge|geqslant|geqq)(?![A-Za-z])|>=", r"\\geq "),
         (r"\\ne(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
+        (r"\\not\s*\\in(?![A-Za-z])", r"\\notin "),
         (r"\\vee(?![A-Za-z])", r"\\lor "),
         (r"\\wedge(?![A-Za-z])", r"\\land "),
         (r"\\lt(?![A-Za-z])", "<"),
@@ -61,7 +79,6 @@ _RULES = [
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\R(?![A-Za-z])|\\mathbf\{R\}|\\Reals(?![A-Za-z])", r"\\mathbb{R}"),
         (r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])", r"\\setminus "),
         (r"\\%", "%"),
         (r"\\\$|\\textdollar(?![A-Za-z])", "$"),
@@ -77,11 +94,13 @@ _RULES = [
         # Fractions and roots.
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
         (r"(?<!\\)\\sqrt\s*\(([^()]*)\)|(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
     ]
 ]  # fmt: skip
-_SQRT = re.compile(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_GROUP}")
-_FRAC = re.compile(r"\\frac(?![A-Za-z])\s*")
+_WITH_ARGUMENTS = re.compile(r"\\((?:frac|binom)(?![A-Za-z])|sqrt(?![A-Za-z])(?:\s*\[[^\[\]]*\])?)\s*")
 _ARGUMENT = re.compile(r"\\[A-Za-z]+|[A-Za-z0-9]")
 
 
@@ -90,8 +109,7 @@ def tidy(text: str) -> str:
     text = _without_delimiters(text.strip().strip("*").translate(_UNICODE))
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    text = _SQRT.sub(lambda match: rf"\sqrt{match[1] or ''}{_braced(match[2])}", text)
-    text = _braced_fractions(text)
+    text = _braced(text)
     text = re.sub(r"\s+", " ", text).strip()
     while text.endswith((".", ",", ";", ":", "\\", " ")):
         text = text[:-1]
@@ -112,19 +130,15 @@ def _without_delimiters(text: str) -> str:
     return text
 
 
-def _braced(argument: str) -> str:
-    return argument if argument.startswith("{") else "{" + argument + "}"
-
-
-def _braced_fractions(text: str) -> str:
-    r"""`\frac12`, `\frac1{72}` and `\frac \pi 2` with braces around both arguments."""
+def _braced(text: str) -> str:
+    r"""`\frac12`, `\frac1{72}`, `\frac \pi 2` and `\sqrt[3]2` with braces around every argument, also inside others."""
     out, position = "", 0
-    for match in _FRAC.finditer(text):
+    for match in _WITH_ARGUMENTS.finditer(text):
         if match.start() < position:
             continue
-        out += text[position : match.start()] + r"\frac"
+        out += text[position : match.start()] + match[0].replace(" ", "")
         position = match.end()
-        for _ in range(2):
+        for _ in range(1 if match[1].startswith("sqrt") else 2):
             while text[position : position + 1] == " ":
                 position += 1
             argument = _ARGUMENT.match(text, position)
@@ -133,7 +147,7 @@ def _braced_fractions(text: str) -> str:
                 position = argument.end()
             elif text[position : position + 1] == "{":
                 end = _group_end(text, position)
-                out += "{" + _braced_fractions(text[position + 1 : end - 1]) + "}"
+                out += "{" + _braced(text[position + 1 : end - 1]) + "}"
                 position = end
     return out + text[position:]
 

@@ -28,6 +28,8 @@ _TINY = sympy.Float(10, DIGITS) ** -40
 _RANGES = ((1, 3), (0, 1), (3, 10), (-3, -1), (-1, 0))
 _CONVERSION = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z])\s*\^\\circ")
+# `2\frac{1}{3}\pi` is a mixed number times pi, not a product of three.
+_MIXED = re.compile(r"(?<![\d.}^_])(\d+)\s*\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}")
 _UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 
 
@@ -44,6 +46,7 @@ def expression(text: str) -> sympy.Basic:
     """A tidy text as a sympy expression: exact, with `i` and `e` as the constants. Raises `UnreadableError`."""
     if re.search(r"\d\s*_", text):  # the parser would drop the subscript
         raise UnreadableError("a number with a subscript that is no base")
+    text = _MIXED.sub(_as_sum, text)
     text = _DEGREES.sub(r"\\frac{\1 \\pi}{180}", text)
     try:
         parsed = latex2sympy(text, is_real=None, normalization_config=None, conversion_config=_CONVERSION)
@@ -56,6 +59,11 @@ def expression(text: str) -> sympy.Basic:
     if _digits(parsed) > MAX_DIGITS:
         raise TooLargeError("too large a number to evaluate")
     return _exact(parsed)
+
+
+def _as_sum(mixed: re.Match[str]) -> str:
+    whole, top, bottom = mixed.groups()
+    return rf"({whole}+\frac{{{top}}}{{{bottom}}})" if int(top) < int(bottom) else mixed[0]
 
 
 def _digits(parsed: sympy.Basic) -> float:
@@ -92,29 +100,34 @@ def equal(left: sympy.Expr, right: sympy.Expr) -> bool:
         return sympy.simplify(left - right) == 0
     if not left.free_symbols and not right.free_symbols:
         return _equal_constants(left, right)
-    pairs = _at_points(left, right)
-    real = [(a, b) for a, b in pairs if a.is_real and b.is_real]
-    pairs = real if len(real) >= 2 else pairs
+    points = _at_points(left, right)
+    real = [(a, b) for a, b, defined in points if defined and a.is_real and b.is_real]
+    pairs = real if len(real) >= 2 else [(a, b) for a, b, _ in points]
     return len(pairs) >= 2 and all(_agree(a, b) for a, b in pairs)
 
 
 def proportional(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr | None:
     """The constant c with left = c·right, or None. With one, `left = 0` and `right = 0` are the same equation."""
     pairs = _at_points(left, right) if left.free_symbols and right.free_symbols else []
-    if len(pairs) < 3 or any(b == 0 for _, b in pairs):
+    if len(pairs) < 3 or any(b == 0 for _, b, _ in pairs):
         return None
-    ratios = [a / b for a, b in pairs]
+    ratios = [a / b for a, b, _ in pairs]
     same = ratios[0] != 0 and all(_agree(first, second) for first, second in pairwise(ratios))
     return ratios[0] if same else None
 
 
 def same_solutions(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """Whether `left = 0` and `right = 0`, in the same variables, have the same solutions for one of them."""
+    """Whether `left = 0` and `right = 0`, in the same variables, have the same solutions for each of them.
+
+    For one of them is not enough: solved for x, y = sqrt(25 - x^2) has both solutions of the whole circle.
+    """
     if left.free_symbols != right.free_symbols or not left.free_symbols:
         return False
-    variable = min(left.free_symbols, key=lambda symbol: symbol.name)
-    solutions, others = sympy.solve(left, variable), sympy.solve(right, variable)
-    return bool(solutions) and same_items(solutions, others, equal)
+    for variable in sorted(left.free_symbols, key=lambda symbol: symbol.name):
+        solutions, others = sympy.solve(left, variable), sympy.solve(right, variable)
+        if not solutions or not same_items(solutions, others, equal):
+            return False
+    return True
 
 
 def same_items(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool]) -> bool:
@@ -145,9 +158,15 @@ def _agree(a: sympy.Expr, b: sympy.Expr) -> bool:
     return not (a.is_Rational and b.is_Rational) and bool(abs(a - b) <= _PRECISION * max(abs(a), abs(b)))
 
 
-def _at_points(left: sympy.Expr, right: sympy.Expr) -> list[tuple[sympy.Expr, sympy.Expr]]:
-    """The values of both at some rational points, left out where one has none. A name has the same value in both."""
+def _at_points(left: sympy.Expr, right: sympy.Expr) -> list[tuple[sympy.Expr, sympy.Expr, bool]]:
+    """The values of both at some rational points, left out where one has none. A name has the same value in both.
+
+    The bool says that no root or logarithm of a negative number was taken on the way: sqrt(a) sqrt(b) is sqrt(ab) only
+    where a and b are positive.
+    """
     symbols = left.free_symbols | right.free_symbols
+    roots = [power.base for power in (left.atoms(sympy.Pow) | right.atoms(sympy.Pow)) if _is_even_root(power)]
+    roots += [logarithm.args[0] for logarithm in left.atoms(sympy.log) | right.atoms(sympy.log)]
     pairs = []
     for low, high in _RANGES:
         point = {
@@ -156,8 +175,13 @@ def _at_points(left: sympy.Expr, right: sympy.Expr) -> list[tuple[sympy.Expr, sy
         }
         a, b = _evaluated(left.xreplace(point)), _evaluated(right.xreplace(point))
         if a is not None and b is not None:
-            pairs.append((a, b))
+            inside = [_evaluated(root.xreplace(point)) for root in roots]
+            pairs.append((a, b, all(value is not None and value.is_nonnegative for value in inside)))
     return pairs
+
+
+def _is_even_root(power: sympy.Pow) -> bool:
+    return bool(power.exp.is_Rational) and power.exp.q % 2 == 0
 
 
 def _evaluated(constant: sympy.Expr) -> sympy.Expr | None:
