@@ -308,6 +308,10 @@ class RolloutSection(Section):
     """Largest log-prob difference between rollout and training at a check; null: 1e-4 in fp32, 0.5 in bf16."""
     parity_check_rollouts: Count = 10
     """Rollouts from one parity check to the next. The first is always checked, and every one is measured."""
+    resample_uniform: bool = False
+    """Replace groups whose completions all have the same reward by groups of fresh prompts (dynamic sampling)."""
+    resample_budget: Positive = 2.0
+    """Fresh prompts for a rollout at most, as a multiple of the prompts that it takes (resample_uniform)."""
     vllm_server: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of an `rltt serve` on other GPUs; null: the engine runs inside the training process (engine: vllm)."""
     vllm_gpu_memory_utilization: Fraction = 0.3
@@ -319,6 +323,8 @@ class RolloutSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         colocated = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+        if not self.resample_uniform:
+            yield from self.idle("resample_budget", unless="resample_uniform is true")
         if self.engine != "vllm":
             yield from self.idle("vllm_server", "vllm_timeout", *colocated, unless="engine is 'vllm'")
         elif self.vllm_server is not None:

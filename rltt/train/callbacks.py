@@ -19,7 +19,9 @@ from ..telemetry import LiveVerdict
 from .console import PRETRAIN_LINE, RL_LINE, format_line
 from .run_directory import RunDirectory, finite
 
-ROLLOUT_METRICS = ("reward", "solve_rate", "mixed_groups", "frac_reward_zero_std", "reward_logp_corr", "completions/")
+ROLLOUT_METRICS = (
+    *("reward", "solve_rate", "mixed_groups", "frac_reward_zero_std", "reward_logp_corr", "completions/", "resample/"),
+)
 """Beginnings of the names of what is measured once a rollout."""
 
 

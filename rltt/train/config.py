@@ -68,6 +68,14 @@ class RLTTConfig(GRPOConfig):
         default=10,
         metadata={"help": "Rollouts from one parity check to the next; the first is checked. All are measured."},
     )
+    resample_uniform: bool = field(
+        default=False,
+        metadata={"help": "Replace groups whose completions all have the same reward by groups of fresh prompts."},
+    )
+    resample_budget: float = field(
+        default=2.0,
+        metadata={"help": "Fresh prompts for a rollout at most, as a multiple of the prompts that it takes."},
+    )
     vllm_timeout: float = field(
         default=3600.0,
         metadata={"help": "Seconds that vLLM may take for a rollout, weights included; after that it is started anew."},
@@ -93,6 +101,8 @@ class RLTTConfig(GRPOConfig):
             raise ValueError(f"credit_alpha must not be negative, found {self.credit_alpha}")
         if self.parity_check_rollouts < 1:
             raise ValueError(f"parity_check_rollouts must be at least 1, found {self.parity_check_rollouts}")
+        if self.resample_budget <= 0:
+            raise ValueError(f"resample_budget must be above 0, found {self.resample_budget}")
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps must be at least 1, found {self.max_nonfinite_steps}")
         if self.credit == "learned" and self.loss_type not in ("reinforce", "cispo"):

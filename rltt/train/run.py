@@ -496,6 +496,8 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         gradient_accumulation_steps=accumulation,
         steps_per_generation=accumulation * section.updates_per_rollout,
         num_iterations=section.num_iterations,
+        resample_uniform=rollout.resample_uniform,
+        resample_budget=rollout.resample_budget,
         use_vllm=rollout.engine == "vllm",
         vllm_mode="colocate" if rollout.vllm_server is None else "server",
         vllm_server_base_url=rollout.vllm_server,

@@ -39,6 +39,7 @@ from .checkpoint import fingerprint
 from .config import RLTTConfig
 from .faults import GuardedTrainer, OutOfMemoryInStepError, ScoringMemory, UpdateShare
 from .parity_gate import ParityGate, Turn
+from .resample import Resampler
 from .sharding import begin_trainer
 from .token_means import TokenMeans
 
@@ -134,6 +135,9 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         self._token_means = {"train": TokenMeans(), "eval": TokenMeans()}
         self._loop_log_probs: Tensor | None = None
         self._rewards: Tensor | None = None
+        self.known_rewards: Tensor | None = None
+        self._inputs: list[dict[str, Any]] = []
+        self.resampler = Resampler(self, args.resample_budget) if args.resample_uniform else None
         self._seconds: dict[str, float] = {}
         self._train_sampler: Any = None
 
@@ -220,6 +224,7 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
             "metrics": {mode: dict(metrics) for mode, metrics in self._metrics.items()},
             "token_means": {mode: means.sums for mode, means in self._token_means.items()},
             "rollouts_at_gate": self.parity_gate.rollouts,
+            "resampled": 0 if self.resampler is None else self.resampler.drawn,
         }
 
     def load_process_state(self, state: dict[str, Any]) -> None:
@@ -231,6 +236,8 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
             self._metrics[mode].update(metrics)
             self._token_means[mode].sums = state["token_means"][mode]
         self.parity_gate.rollouts = state["rollouts_at_gate"]
+        if self.resampler is not None:
+            self.resampler.drawn = state["resampled"]
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         self._train_sampler = super()._get_train_sampler(*args, **kwargs)
@@ -245,6 +252,11 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         return epochs, steps
 
     # ------------------------------------------------------------------------------------------------ rollout
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        if self.resampler is None or self._mode != "train":
+            return super()._generate(prompts)
+        return self.resampler.rollout(self._inputs, prompts, super()._generate)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         # The seam for rollout engines. Each gives the log-probs that it drew its tokens with.
@@ -266,6 +278,9 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         return completions, log_probs
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Float[Tensor, "B F"]:
+        if self.known_rewards is not None:  # the resampler has graded these completions
+            self._rewards, self.known_rewards = self.known_rewards, None
+            return self._rewards
         with self._timed("reward"):
             self._rewards = super()._calculate_rewards(*args, **kwargs)
         return self._rewards
@@ -274,6 +289,7 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         mode = self._mode
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         self._loop_log_probs = None
+        self._inputs = inputs
         start = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
 
@@ -298,9 +314,16 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
                 logged.pop()
             logged.extend(advantages.tolist())
 
-        solved = (self._rewards[:, 0] >= self.args.solved_at).float()
-        solved = torch.where(self._rewards[:, 0].isnan(), torch.nan, solved)
-        self._metrics[mode]["solve_rate"].append(solved.nanmean().item())
+        solved = solved_of(self._rewards, self.args.solved_at)
+        as_dealt = solved
+        if self.resampler is not None and mode == "train":
+            assert self.resampler.spent.as_dealt is not None
+            as_dealt = solved_of(self.resampler.spent.as_dealt, self.args.solved_at)
+            for name, value in self.resampler.rewards_as_dealt().items():
+                self._metrics[mode][name][-1] = value
+            for name, value in self.resampler.cost().items():
+                self._metrics[mode][name].append(value)
+        self._metrics[mode]["solve_rate"].append(as_dealt.nanmean().item())
         self._metrics[mode]["mixed_groups"].append(mixed_groups(solved, generations).item())
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         certainty = self.accelerator.gather((training * mask).sum(1) / mask.sum(1).clamp(min=1))
@@ -583,6 +606,11 @@ def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, " F"]) ->
     """Weighted sum of the reward functions that applied; NaN where none did."""
     total = (rewards * weights.unsqueeze(0)).nansum(dim=1)
     return torch.where(rewards.isnan().all(dim=1), torch.nan, total)
+
+
+def solved_of(rewards: Float[Tensor, "B F"], solved_at: float) -> Float[Tensor, " B"]:
+    """1 where the first reward counts as solved, 0 where not, NaN where it did not apply."""
+    return torch.where(rewards[:, 0].isnan(), torch.nan, (rewards[:, 0] >= solved_at).float())
 
 
 def drop_generation_defaults(model: LoopedForCausalLM) -> None:
