@@ -67,7 +67,7 @@ class NamedReward:
     name: str
     func: Callable[..., Any]
     weight: float
-    solved_at: float | None
+    solved_at: float
     columns: tuple[str, ...] = ()
     """Columns of the data set that the function cannot be called without."""
     args: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> li
                 name,
                 guard.function(),
                 entry.weight,
-                entry.solved_at,
+                1.0 if entry.solved_at is None else entry.solved_at,
                 columns=tuple(columns),
                 args=tuple(entry.args),
                 tokenizer_names=tuple(sorted(names & set(TOKENIZER_NAMES))),

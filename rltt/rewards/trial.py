@@ -145,8 +145,7 @@ def try_reward(
                 seconds=seconds[i],
             )
         )
-    solved_at = 1.0 if reward.solved_at is None else reward.solved_at
-    return TrialReport(reward.name, solved_at, tuple(trials), tuple(batch_failures), batch_seconds)
+    return TrialReport(reward.name, reward.solved_at, tuple(trials), tuple(batch_failures), batch_seconds)
 
 
 def _in_batches(
