@@ -99,7 +99,7 @@ def test_rewards_carry_name_weight_and_threshold(good):
     rewards = load_rewards([Entry(f"{good}:score", 0.5, 2.0), Entry("math"), Entry(f"{good}:score")])
     assert [(reward.name, reward.weight, reward.solved_at) for reward in rewards] == [
         ("score", 0.5, 2.0),
-        ("math", 1.0, None),
+        ("math", 1.0, 1.0),
         ("score_2", 1.0, None),
     ]
     assert [reward.func.__name__ for reward in rewards] == ["score", "math", "score_2"]
