@@ -521,7 +521,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         save_steps=section.save_steps or 500,
         save_total_limit=section.save_total_limit,
         reward_weights=[reward.weight for reward in rewards],
-        solved_at=1.0 if rewards[0].solved_at is None else rewards[0].solved_at,
+        solved_at=rewards[0].solved_at,
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
