@@ -100,13 +100,14 @@ def with_one_restart(
         if restart is None:
             raise EngineError(f"the rollout engine failed: {_text(error)}\n{_GO_ON}") from error
         first = _text(error)
+    caught = (*caught, UserError)
     warnings.warn(f"the rollout engine failed: {first}; it is started anew", EngineRestarted, stacklevel=2)
     try:
         with deadline(max(seconds, START), end):
             restart()
         with deadline(seconds, end):
             return sample()
-    except (*caught, UserError) as error:
+    except caught as error:
         again = f"the rollout engine failed: {first}\nand after a new start: {_text(error)}"
         raise EngineError(f"{again}\n{_GO_ON}") from error
 
