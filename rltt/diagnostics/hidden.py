@@ -9,6 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+STILL = 1e-6
+"""Size of an update relative to its state below which it is rounding."""
+
 
 def step_size(state: Float[Tensor, "S H"], before: Float[Tensor, "S H"]) -> Float[Tensor, ""]:
     """δ^(r) = ‖h^(r) - h^(r-1)‖₂, mean over tokens."""
@@ -20,11 +23,12 @@ def update_alignment(
 ) -> Float[Tensor, ""]:
     """cos θ^(r), the cosine of the updates h^(r) - h^(r-1) and h^(r-1) - h^(r-2), mean over tokens.
 
-    A token that did not move has no direction: it counts as 0.
+    A token that moved by rounding only has no direction and counts as 0. The first token of a Parallel Loop Transformer
+    is one: from loop 2 on nothing is shifted onto it, so its state stays.
     """
-    update = F.normalize(state.double() - before.double(), dim=-1)
-    update_before = F.normalize(before.double() - two_before.double(), dim=-1)
-    return (update * update_before).sum(-1).mean()
+    h, h_1, h_2 = state.double(), before.double(), two_before.double()
+    still = ((h - h_1).norm(dim=-1) < STILL * h.norm(dim=-1)) | ((h_1 - h_2).norm(dim=-1) < STILL * h_1.norm(dim=-1))
+    return F.cosine_similarity(h - h_1, h_1 - h_2, dim=-1, eps=1e-30).masked_fill(still, 0.0).mean()
 
 
 def effective_rank(state: Float[Tensor, "S H"]) -> Float[Tensor, ""]:
