@@ -113,7 +113,7 @@ def evaluate_policy(
 
     Args:
         dataset: what `rltt.data.build_dataset` returns; all its columns reach the reward function, as in training.
-        reward: a completion is solved when its reward is at least `reward.solved_at` (1 when that is None).
+        reward: a completion is solved when its reward is at least `reward.solved_at`.
         temperature: 0 is greedy.
         loops: depth T; None is the model's own.
         ks: the k of pass@k.
@@ -145,7 +145,7 @@ def evaluate_policy(
     )
     grades = _of_everyone(_grade(reward, mine, completions))
     completions = _of_everyone(completions)
-    threshold = 1.0 if reward.solved_at is None else reward.solved_at
+    threshold = reward.solved_at
     # For each prompt, how many samples were graded and how many of them are right.
     graded = [[value >= threshold for value in group if value is not None] for group in grades]
     counts = [(len(group), sum(group)) for group in graded if group]

@@ -24,6 +24,7 @@ import typer
 
 from .errors import UserError
 from .files import write_text
+from .processes import part
 
 ERRORS = "RLTT_ERRORS"
 """Environment variable: the folder in which a launched process leaves the error that ended it."""
@@ -168,13 +169,20 @@ def first_error(error: Any, logs: Path) -> tuple[int, str]:
     if killed:
         rank, failure = killed[0]
         hint = "; often the machine's memory was full" if failure.signal_name() == "SIGKILL" else ""
-        return 128 - failure.exitcode, f"error: process {rank} was ended by {failure.signal_name()}{hint}"
+        text = f"error: process {rank} was ended by {failure.signal_name()}{hint}"
+        return 128 - failure.exitcode, "\n".join([text, *_last_words(logs, rank)])
     left = sorted((json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("error-*.json")), key=_when)
     if not left:
         rank, failure = error.get_first_failure()
         return max(failure.exitcode, 1), f"error: process {rank} ended with status {failure.exitcode}"
     where = "" if left[0]["rank"] == 0 else f"process {left[0]['rank']}: "
     return left[0]["status"], where + left[0]["text"]
+
+
+def _last_words(logs: Path, rank: int, lines: int = 10) -> list[str]:
+    """The last lines of what a process had printed as errors; those of the main process were on the terminal."""
+    printed = [log.read_text(errors="replace") for log in logs.glob(f"*/*/{rank}/stderr.log")]
+    return [f"       {line}" for line in "".join(printed).splitlines()[-lines:]]
 
 
 def _when(report: dict[str, Any]) -> float:
@@ -198,7 +206,7 @@ def leave_error(text: str, status: int) -> None:
 
 @contextmanager
 def errors_left() -> Iterator[None]:
-    """In a launched process: leave the traceback of what ends it unexpectedly to the launcher."""
+    """In a launched process: leave the traceback of what ends it unexpectedly to the launcher, or part as one."""
     try:
         yield
     except (UserError, typer.Exit):  # the command line's
@@ -206,3 +214,4 @@ def errors_left() -> Iterator[None]:
     except Exception:
         leave_error(traceback.format_exc().rstrip(), 1)
         raise
+    part()

@@ -50,6 +50,20 @@ def wait_for_everyone() -> None:
         dist.barrier()
 
 
+def part() -> None:
+    """Close the connections to the other processes, when every one has come here.
+
+    A process that ends with its connections open takes down another one that has not closed its own yet.
+    """
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def share(total: int, micro_batch: int, what: str, processes: int) -> tuple[int, int]:
     """Micro-batch and accumulation steps by which the processes take `total` rows an update together.
 

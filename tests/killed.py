@@ -1,5 +1,6 @@
 """Runs in processes of their own that kill themselves at a chosen moment. Imported by those processes."""
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -7,15 +8,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rltt import processes
 from rltt.recipe import load_recipe
 from rltt.train import run
 
 
-def train(recipe: Path, overrides: list[str], moment: tuple[str, int, int] | None = None) -> None:
-    """Train, and send a signal at the `moment`: the count-th call of a function, such as `module:Class.method`."""
-    if moment is not None:
+def train(recipe: Path, overrides: list[str], moment: tuple[str, int, int] | None = None, rank: int = 0) -> None:
+    """Train, and send a signal to one process at the `moment`: the count-th call of a `module:Class.method`."""
+    if moment is not None and rank == processes.rank():
         patch(*moment)
     run.train(load_recipe(recipe, overrides))
+
+
+def one_of_two(rank: int, port: int, target: Callable[..., None], *args: Any) -> None:
+    """Do something as one of two processes, as a launcher would have it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    target(*args)
 
 
 def patch(function: str, count: int, number: int) -> None:
@@ -59,4 +68,17 @@ def twice(recipe: Path, overrides: list[str]) -> None:
     """Be asked to end, and then once more before the step is done."""
     patch("rltt.train.trainer:RLTTTrainer._compute_loss", 3, signal.SIGTERM)
     patch("rltt.train.trainer:RLTTTrainer._compute_loss", 4, signal.SIGTERM)
+    train(recipe, overrides)
+
+
+def poisoned(recipe: Path, overrides: list[str], steps: set[int]) -> None:
+    """Train, with a loss that is NaN on the last process in these steps."""
+    compute_loss = run.RLTTTrainer._compute_loss
+
+    def poison(self: Any, *args: Any) -> Any:
+        loss = compute_loss(self, *args)
+        wrong = self.state.global_step + 1 in steps and self.args.process_index == self.args.world_size - 1
+        return loss * math.nan if wrong else loss
+
+    run.RLTTTrainer._compute_loss = poison  # type: ignore[method-assign]
     train(recipe, overrides)

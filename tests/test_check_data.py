@@ -162,8 +162,8 @@ def test_rewards_of_ones_own_take_part(folder):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("breaks", "its check_golds failed on 1 golds: KeyError: 'no table'"),
-        ("short", "its check_golds gave 0 outcomes for 1 golds."),
+        ("breaks", "its check_golds failed on gold '1': KeyError: 'no table'"),
+        ("short", "its check_golds gave 0 outcomes for 1 gold, '1'"),
         ("bare", "its check_golds gave bool True; give an rltt.rewards.Outcome for each gold"),
     ],
 )
@@ -258,3 +258,25 @@ def test_prompts_that_occur_twice():
     assert repeated_prompts([a, c, b]) == [RepeatedPrompt("a", ("x", "y"), ("1", "2"))]
     assert shared_prompts([a, b], [c]) == []
     assert shared_prompts([a, c], [b]) == [SharedPrompt("a", ("x",), ("y",))]
+
+
+def test_a_check_that_hangs_or_dies_costs_its_gold(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os, time\nfrom rltt.rewards import Outcome\n"
+        "def score(completions, **kwargs): return [1.0] * len(completions)\n"
+        "def check(golds):\n"
+        "    if 'hang' in golds: time.sleep(3600)\n"
+        "    if 'die' in golds: os._exit(1)\n"
+        "    return [Outcome('right')] * len(golds)\n"
+        "score.check_golds = check\n"
+    )
+    checks = gold_checks([RewardEntry(use=f"{tmp_path}/mine.py:score", timeout=0.5)])
+    problems = [Problem("p", gold, None, where=gold) for gold in ("1", "hang", "2", "die")]
+    assert [(bad.where, bad.status) for bad in bad_golds(problems, checks)] == [("hang", "timeout"), ("die", "error")]
+
+
+def test_every_malformed_row_is_listed(folder):
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"question": "", "answer": "1"}) for _ in range(30)))
+    done = rltt_command("check-data", folder / "tiny.yaml")
+    assert done.exit_code == 2
+    assert all(f"train.jsonl:{row}:" in done.stderr for row in range(1, 31))

@@ -267,7 +267,7 @@ def test_all_malformed_rows_are_found_and_the_first_ten_listed_in_order(tmp_path
     assert [line.partition("rows.jsonl:")[2].partition(":")[0] for line in message.splitlines()[1:-1]] == [
         str(line) for line in range(2, 12)
     ]
-    assert message.endswith("and 4 more")
+    assert message.endswith("and 4 more; `rltt check-data` lists all")
 
 
 def test_a_file_of_nothing_but_broken_rows(tmp_path):

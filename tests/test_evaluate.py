@@ -322,7 +322,7 @@ def test_a_reward_function_gets_what_trl_would_give_it(policy, chat):
         return [1.0] * len(keywords["completions"])
 
     async def inside_an_event_loop() -> EvalResult:
-        named = NamedReward("r", reward, 1.0, None)
+        named = NamedReward("r", reward, 1.0, 1.0)
         return evaluate_policy(policy, tokenizer, dataset, named, **OPTIONS | {"num_generations": 2})
 
     assert asyncio.run(inside_an_event_loop()).solve_rate == 1.0

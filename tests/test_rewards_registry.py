@@ -99,8 +99,8 @@ def test_rewards_carry_name_weight_and_threshold(good):
     rewards = load_rewards([Entry(f"{good}:score", 0.5, 2.0), Entry("math"), Entry(f"{good}:score")])
     assert [(reward.name, reward.weight, reward.solved_at) for reward in rewards] == [
         ("score", 0.5, 2.0),
-        ("math", 1.0, None),
-        ("score_2", 1.0, None),
+        ("math", 1.0, 1.0),
+        ("score_2", 1.0, 1.0),
     ]
     assert [reward.func.__name__ for reward in rewards] == ["score", "math", "score_2"]
     assert rewards[0].func.__doc__ == "Counts letters."

@@ -152,3 +152,19 @@ def test_faults_while_the_engine_runs_stop_the_run_and_are_named(tmp_path: Path,
 def test_an_engine_that_is_built_otherwise_is_named(tmp_path: Path, tiny_ouro: Path, fault: str, culprit: str) -> None:
     report = run_script("vllm_faults.py", str(tiny_ouro), str(tmp_path), fault)
     assert report[fault].splitlines()[1].startswith(culprit), report
+
+
+def test_an_engine_that_hangs_or_dies_is_started_anew_once_and_then_the_run_is_saved(
+    tmp_path: Path, tiny_ouro: Path
+) -> None:
+    report = run_script("vllm_restart.py", str(tiny_ouro), str(tmp_path / "out"))
+    assert report["said"] == [
+        "the rollout engine failed: EngineHangError: no answer within 5 s; it is started anew",
+        "the rollout engine failed: RuntimeError: CUDA error: an illegal memory access was encountered; "
+        "it is started anew",
+    ]
+    assert len(report["rows"]) == 2
+    assert report["rows"][1]["parity/max"] <= TOLERANCE  # the new engine has the weights of now
+    assert report["error"].startswith("EngineError: the rollout engine failed: RuntimeError: CUDA error")
+    assert "and after a new start: RuntimeError: CUDA error" in report["error"]
+    assert report["saved"] == [2]

@@ -20,9 +20,12 @@ import requests
 import torch
 import yaml
 from datasets import Dataset
+from requests.adapters import HTTPAdapter
+from transformers import TrainerCallback
 
 from rltt import RLTTConfig, RLTTTrainer, load_policy, load_tokenizer
 from rltt.errors import ParityError, UserError
+from rltt.train.checkpoint import checkpoints_in
 
 if find_spec("vllm") is None:
     if os.environ.get("CI"):
@@ -30,6 +33,7 @@ if find_spec("vllm") is None:
     pytest.skip("needs vLLM; see the README's test command", allow_module_level=True)
 
 from rltt.rollout.vllm.server import ServerEngine
+from rltt.rollout.vllm.watch import EngineError, EngineRestarted
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -53,8 +57,14 @@ def checkpoint(tiny_ouro: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an `rltt serve`, which is gone afterwards with all that it started."""
+def server(served: tuple[str, int]) -> str:
+    """The address of an `rltt serve`."""
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """The address and the process group of an `rltt serve`, which is gone afterwards with all that it started."""
     folder = tmp_path_factory.mktemp("serve")
     recipe = {
         "name": "served",
@@ -95,11 +105,14 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 break
         except requests.exceptions.RequestException:
             time.sleep(1)
-    yield url
+    yield url, process.pid
     process.send_signal(signal.SIGTERM)
     process.wait(60)
-    left = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True, check=False).stdout
-    assert not left.split()
+    deadline = time.monotonic() + 60  # the engine and Python's resource tracker end when they see that it has
+    group = ["pgrep", "-lg", str(process.pid)]
+    while left := subprocess.run(group, capture_output=True, text=True, check=False).stdout:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
 
 
 def make_trainer(checkpoint: Path, out: Path, server: str, **changes: Any) -> RLTTTrainer:
@@ -155,3 +168,49 @@ def test_a_server_of_another_recipe_is_refused(checkpoint: Path, tmp_path: Path,
 def test_a_server_that_does_not_answer_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no vLLM server answered at http://127\.0\.0\.1:9 for 0 seconds; start one"):
         make_trainer(checkpoint, tmp_path, "http://127.0.0.1:9", vllm_server_timeout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "again"),
+    [
+        (signal.SIGSTOP, "EngineHangError: no answer within 3 s", "took a connection, and has not answered for 1 sec"),
+        (signal.SIGKILL, "ConnectionError: ", "no vLLM server answered at http"),
+    ],
+    ids=["hangs", "is killed"],
+)
+def test_a_server_that_fails_ends_the_run_with_a_checkpoint(
+    checkpoint: Path,
+    tmp_path: Path,
+    served: tuple[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: signal.Signals,
+    first: str,
+    again: str,
+) -> None:
+    """Last in this file: the server is gone afterwards."""
+    url, group = served
+    monkeypatch.setattr(ServerEngine, "_open_weight_channel", lambda self: None)
+    monkeypatch.setattr(ServerEngine, "sync_weights", lambda self: None)
+
+    class Fault(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            os.killpg(group, fault)
+
+    options = {"parity_check_rollouts": 10, "learning_rate": 1e-6, "vllm_timeout": 3.0, "vllm_server_timeout": 1.0}
+    options |= {"save_strategy": "steps", "save_steps": 100}
+    trainer = make_trainer(checkpoint, tmp_path / "out", url, **options)
+    trainer.add_callback(Fault())
+    trainer.vllm_generation.vllm_client.session.mount("http://", HTTPAdapter())  # TRL's tries again for a minute
+    with (
+        pytest.warns(EngineRestarted, match=f"failed: {first}.*it is started anew"),
+        pytest.raises(EngineError) as caught,
+    ):
+        trainer.train()
+    assert f"rollout engine failed: {first}" in str(caught.value)
+    assert again in str(caught.value)
+    assert [saved.step for saved in checkpoints_in(tmp_path / "out")] == [1]
+    if fault == signal.SIGSTOP:
+        os.killpg(group, signal.SIGCONT)
+        trainer = make_trainer(checkpoint, tmp_path / "out", url, **options | {"vllm_timeout": 60.0})
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 2

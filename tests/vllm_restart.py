@@ -1,55 +1,58 @@
-"""A real engine that dies, or hangs, in the second rollout: `python vllm_restart.py POLICY OUT dies|hangs|dies-twice`.
+"""Faults of a real engine: `python vllm_restart.py POLICY OUT`.
 
-Prints one JSON object: the rows of the steps, what was warned of, and the error that ended the run, if one did.
+Its model hangs in the second rollout and raises in the third, after which it cannot be started anew. Prints one JSON
+object: the rows of the steps, what was warned of, the error that ended the run, and the steps of the checkpoints.
 """
 
 import json
+import os
 import sys
 import time
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import vllm
 from datasets import Dataset
 
 from rltt import RLTTConfig, RLTTTrainer, load_policy, load_tokenizer
 from rltt.errors import UserError
+from rltt.train.checkpoint import checkpoints_in, verify
+
+vllm.LLM = partial(vllm.LLM, enforce_eager=True)  # compiling takes longer than all the faults together
 
 
 def score(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text) % 3 == 0) for text in completions]
 
 
-class FaultyTrainer(RLTTTrainer):
-    """Its engine fails in the second rollout."""
+def hang(*_: Any, **__: Any) -> Any:
+    while True:
+        time.sleep(0.1)
 
-    faults = 1
+
+def die(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class FaultyTrainer(RLTTTrainer):
+    """Its engine's model fails in the second and in the third rollout, and a second new start fails too."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 1 and self.faults:
-            self.break_engine()
+        if fault := {1: hang, 2: die}.get(self.state.global_step):
+            self.vllm_generation.engine_model.forward = fault
         return super()._generate_single_turn(*args, **kwargs)
 
-    def break_engine(self) -> None:
-        self.faults -= 1
-
-        def generate(*_: Any, **__: Any) -> Any:
-            if FAULT == "hangs":
-                while True:
-                    time.sleep(0.1)
-            raise RuntimeError("CUDA error: planted")
-
-        if FAULT == "hangs":
-            self.args.vllm_timeout = 10.0
-        self.vllm_generation.llm.generate = generate
-
     def _restart_engine(self) -> None:
+        if self.state.global_step == 2:
+            vllm.LLM = die
         super()._restart_engine()
-        self.args.vllm_timeout = 3600.0
-        if FAULT == "dies-twice":
-            self.break_engine()
 
 
-POLICY, OUT, FAULT = sys.argv[1:]
+POLICY, OUT = sys.argv[1:]
 trainer = FaultyTrainer(
     load_policy(POLICY),
     score,
@@ -57,8 +60,9 @@ trainer = FaultyTrainer(
         OUT,
         use_vllm=True,
         vllm_mode="colocate",
+        vllm_timeout=5,
         credit="uniform",
-        max_steps=3,
+        max_steps=4,
         learning_rate=1e-2,
         per_device_train_batch_size=16,
         num_generations=4,
@@ -67,7 +71,7 @@ trainer = FaultyTrainer(
         use_cpu=True,
         bf16=False,
         save_strategy="steps",
-        save_steps=1,
+        save_steps=100,
     ),
     Dataset.from_dict({"prompt": ["ada has 3 apples and gets 4 more .", "2 + 3 ="] * 8}),
     processing_class=load_tokenizer(POLICY),
@@ -81,4 +85,7 @@ with warnings.catch_warnings(record=True) as caught:
         error = f"{type(ended).__name__}: {ended}"
 said = [str(warning.message) for warning in caught if type(warning.message).__name__ == "EngineRestarted"]
 rows = [row for row in trainer.state.log_history if "loss" in row]
-print(json.dumps({"rows": rows, "said": said, "error": error}))
+saved = checkpoints_in(Path(OUT))
+for checkpoint in saved:
+    verify(checkpoint.path)
+print(json.dumps({"rows": rows, "said": said, "error": error, "saved": [checkpoint.step for checkpoint in saved]}))

@@ -22,8 +22,13 @@ def check_data(
     resolved = load_recipe(recipe, overrides or [])
 
     from rltt import check_data as library
+    from rltt.data.problems import MalformedRowsError
+    from rltt.errors import DataError
 
-    report = library.check_data(resolved)
+    try:
+        report = library.check_data(resolved)
+    except MalformedRowsError as error:
+        raise DataError(error.in_full) from error
     typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=2) if as_json else report.render())
     if report.bad_golds:
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ from rltt import __version__
 from rltt.cli.check_data import check_data
 from rltt.cli.convert import convert
 from rltt.cli.dashboard import dashboard
+from rltt.cli.diagnose import diagnose
 from rltt.cli.doctor import doctor
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
@@ -63,7 +64,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, doctor, verdict, watch, dashboard, report, pretrain, convert):
+for command in (train, doctor, diagnose, verdict, watch, dashboard, report, pretrain, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)

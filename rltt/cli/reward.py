@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 if TYPE_CHECKING:
     from rltt.data import Problem
+    from rltt.recipe import Recipe, RewardEntry
     from rltt.rewards.trial import Trial, TrialReport
 
 reward = typer.Typer(help="Try reward functions.", no_args_is_help=True)
@@ -28,7 +30,13 @@ def _group() -> None:
 
 @reward.command("test")
 def try_out(
-    use: Annotated[str, typer.Argument(help="A name such as math, file.py:function or module:function.")],
+    use: Annotated[
+        str | None,
+        typer.Argument(help="A name such as math, file.py:function or module:function; with --recipe, one of its own."),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Take rewards with their keys, data and tokenizer from this recipe.")
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="A data file (or Hub id, or arithmetic) with golds and other columns.")
     ] = None,
@@ -40,7 +48,15 @@ def try_out(
         int | None,
         typer.Option(min=1, help="Take only so many completions (rows of --data without them), evenly spread."),
     ] = None,
-    solved_at: Annotated[float, typer.Option(help="Reward from which a completion counts as solved.")] = 1.0,
+    solved_at: Annotated[
+        float | None, typer.Option(help="Reward from which a completion counts as solved. Default: 1.")
+    ] = None,
+    arg: Annotated[
+        list[str] | None, typer.Option(help="A keyword argument of the function as key=value; may be repeated.")
+    ] = None,
+    no_isolate: Annotated[
+        bool, typer.Option("--no-isolate", help="Call it in this process, where a debugger reaches it.")
+    ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds that one call may take. Default: 10.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Pass completions as messages, as with a chat template.")
@@ -56,18 +72,42 @@ def try_out(
     and against an empty completion.
     """
     from rltt.errors import UserError
-    from rltt.recipe import RewardEntry, check
+    from rltt.recipe import RewardEntry, check, load_recipe
 
-    if data is None and completions is None:
-        raise UserError("rltt reward test: give --completions, --data, or both")
-    values = {"use": use, "solved_at": solved_at} | ({} if timeout is None else {"timeout": timeout})
-    entry = check(RewardEntry, values, source="rltt reward test")
+    if recipe is None and data is None and completions is None:
+        raise UserError("rltt reward test: give --completions, --data, or both, or --recipe")
+    if use is None and recipe is None:
+        raise UserError("rltt reward test: name a reward function, or give --recipe")
+    given_here = {
+        key: value
+        for key, value in {"solved_at": solved_at, "timeout": timeout, "isolate": False if no_isolate else None}.items()
+        if value is not None
+    }
+    args = _arguments(arg or [])
+    resolved = None if recipe is None else load_recipe(recipe)
+    if resolved is None:
+        entries = [check(RewardEntry, {"use": use, "args": args, **given_here}, source="rltt reward test")]
+    else:
+        chosen = _of_recipe(resolved, use)
+        entries = [
+            check(
+                RewardEntry,
+                entry.model_dump(exclude_unset=True) | given_here | {"args": {**entry.args, **args}},
+                source="rltt reward test",
+            )
+            for entry in chosen
+        ]
+        tokenizer = tokenizer or resolved.policy.path
 
     from rltt.data.sources import spread
     from rltt.rewards.samples import read_samples, samples_of_golds, with_data
     from rltt.rewards.trial import try_reward
 
     problems = None if data is None else _problems(data)
+    if problems is None and resolved is not None:
+        from rltt.data import read_problems
+
+        problems = read_problems(resolved.data.train, resolved.data)
     if completions is None:
         assert problems is not None
         samples = samples_of_golds(spread(problems, limit))
@@ -75,18 +115,47 @@ def try_out(
         samples = read_samples(completions)
         samples = spread(samples if problems is None else with_data(samples, problems), limit)
     given = None
-    if tokenizer is not None:
+    if tokenizer is not None and (resolved is None or _takes_tokenizer(entries)):
         from rltt.models.load import load_tokenizer
 
         given = load_tokenizer(tokenizer)
     with _prints_to_stderr():  # what the function prints must not stand between the lines of the result
-        report = try_reward(entry, samples, chat=chat, tokenizer=given)
+        reports = [try_reward(entry, samples, chat=chat, tokenizer=given) for entry in entries]
     if as_json:
-        typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=2, default=str))
+        found = [report.to_json() for report in reports]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False, indent=2, default=str))
     else:
-        _show(report)
-    if not report.ok:
+        for report in reports:
+            _show(report)
+    if not all(report.ok for report in reports):
         raise typer.Exit(1)
+
+
+def _arguments(given: list[str]) -> dict[str, Any]:
+    """`key=value` as keyword arguments; values are YAML, as in a recipe."""
+    from rltt.errors import UserError
+
+    for argument in given:
+        if not argument.partition("=")[0].isidentifier() or "=" not in argument:
+            raise UserError(f"--arg {argument}: write it as key=value, such as --arg limit=512")
+    return {key: yaml.safe_load(value) for key, _, value in (argument.partition("=") for argument in given)}
+
+
+def _of_recipe(recipe: "Recipe", use: str | None) -> "list[RewardEntry]":
+    """The rewards of a recipe, or the one that `use` names: as written there, or by its last part."""
+    from rltt.errors import UserError
+
+    found = [entry for entry in recipe.rewards if use in (None, entry.use, entry.use.rpartition(":")[2])]
+    if not found:
+        raise UserError(f"{use} is none of the recipe's rewards: {', '.join(entry.use for entry in recipe.rewards)}")
+    return found
+
+
+def _takes_tokenizer(entries: "list[RewardEntry]") -> bool:
+    """Whether a function names the tokenizer: a checkpoint is not touched for nothing."""
+    from rltt.rewards import load_rewards
+
+    return any(reward.tokenizer_names for reward in load_rewards(entries))
 
 
 def _problems(path: str) -> "list[Problem]":

@@ -60,6 +60,18 @@ class _NoAnswerError(Exception):
     r"""The row has an empty `\boxed{}` for a gold: the source is well formed but does not know the answer."""
 
 
+class MalformedRowsError(DataError):
+    """Rows of a source that are no problems. The message has the first of them, `in_full` all."""
+
+    def __init__(self, faults: list[str], rows: int, source_name: str) -> None:
+        head = f"{len(faults)} of {rows} rows of {source_name} {'is' if len(faults) == 1 else 'are'} malformed:"
+        lines = [head, *(f"  {fault}" for fault in faults)]
+        more = len(faults) - _FAULTS_SHOWN
+        shown = lines if more <= 0 else [*lines[: _FAULTS_SHOWN + 1], f"  and {more} more; `rltt check-data` lists all"]
+        super().__init__("\n".join(shown))
+        self.in_full = "\n".join(lines)
+
+
 def problems_from_rows(
     rows: Sequence[tuple[str, object]], source_name: str, columns: Mapping[Role, str], gold_kind: GoldKind
 ) -> tuple[list[Problem], list[str]]:
@@ -81,7 +93,7 @@ def problems_from_rows(
         except _NoAnswerError:
             answerless.append(where)
     if faults:
-        raise DataError(_fault_report(faults, len(rows), source_name))
+        raise MalformedRowsError(faults, len(rows), source_name)
     return problems, answerless
 
 
@@ -174,15 +186,6 @@ def _read_gold(text: str, name: str, kind: GoldKind) -> str:
         return boxed
     unit = _NUMBER_WITH_UNIT.fullmatch(text) if kind == "auto" else None
     return unit[1] if unit else text
-
-
-def _fault_report(faults: list[str], rows: int, source_name: str) -> str:
-    verb = "is" if len(faults) == 1 else "are"
-    lines = [f"{len(faults)} of {rows} rows of {source_name} {verb} malformed:"]
-    lines += [f"  {fault}" for fault in faults[:_FAULTS_SHOWN]]
-    if len(faults) > _FAULTS_SHOWN:
-        lines.append(f"  and {len(faults) - _FAULTS_SHOWN} more")
-    return "\n".join(lines)
 
 
 def _kind(value: object) -> str:

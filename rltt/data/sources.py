@@ -72,16 +72,10 @@ def read_problems(source: DataSource, section: DataSection, default_split: str =
         problems = arithmetic_problems(source.difficulty, source.size, source.split or default_split)
         return spread(problems, source.limit)
     gold: GoldKind = section.gold
-    if _is_local_file(source.path):
-        _refuse_idle_keys(source)
-        rows = read_rows(_existing_file(source.path), source.path)
-    else:
-        rows = _dataset_rows(source, default_split)
-        # A recipe that names the gold column or its form knows better than the preset.
-        if gold == "auto" and "gold" not in section.columns:
-            gold = PRESETS.get(source.path, Preset()).gold
-    if not rows:
-        raise DataError(f"{source.path} has no rows.")
+    # A recipe that names the gold column or its form knows better than the preset.
+    if gold == "auto" and "gold" not in section.columns and not _is_local_file(source.path):
+        gold = PRESETS.get(source.path, Preset()).gold
+    rows = source_rows(source, default_split)
     problems, answerless = problems_from_rows(rows, source.path, section.columns, gold)
     if answerless:
         count = f"{len(answerless)} of {len(rows)} rows of {source.path}"
@@ -90,6 +84,21 @@ def read_problems(source: DataSource, section: DataSection, default_split: str =
             raise DataError(f"{message}; none remains.")
         warnings.warn(AnswerlessWarning(message, answerless), stacklevel=2)
     return spread(problems, source.limit)
+
+
+def source_rows(source: DataSource, default_split: str = "train") -> list[tuple[str, object]]:
+    """Every row of a file, a folder or a Hub id as it is, after where it is from.
+
+    Raises `DataError` when the source cannot be read or has no rows.
+    """
+    if _is_local_file(source.path):
+        _refuse_idle_keys(source)
+        rows = read_rows(_existing_file(source.path), source.path)
+    else:
+        rows = _dataset_rows(source, default_split)
+    if not rows:
+        raise DataError(f"{source.path} has no rows.")
+    return rows
 
 
 def spread(items: Sequence[T], count: int | None) -> list[T]:

@@ -39,8 +39,13 @@ def exit_pdf(exit_log_pdf: Float[Tensor, "B C T"], detach: bool = True) -> Float
     return (exit_log_pdf.detach() if detach else exit_log_pdf).exp()
 
 
+def learned(logits: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """ω = softmax of T logits."""
+    return torch.softmax(logits.float(), dim=0)
+
+
 class LearnedCredit(nn.Module):
-    """ω = softmax of T trainable logits, which start at zero (uniform).
+    """`learned`, of T trainable logits, which start at zero (uniform).
 
     Needs a policy term whose value depends on the loop: with a ratio form every loop's ratio is 1 on policy, Σ_t ω_t
     is constant, and the logits get no gradient.
@@ -51,4 +56,4 @@ class LearnedCredit(nn.Module):
         self.logits = nn.Parameter(torch.zeros(loops))
 
     def forward(self) -> Float[Tensor, " T"]:
-        return torch.softmax(self.logits.float(), dim=0)
+        return learned(self.logits)

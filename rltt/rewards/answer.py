@@ -8,18 +8,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rltt.rewards.quantity import sum_of_amounts
 from rltt.rewards.spelling import tidy
 
 INEQUALITIES = ("<", ">", r"\leq", r"\geq", r"\neq")
 RELATIONS = ("=", r"\approx", r"\equiv", r"\in", r"\subset", r"\subseteq", *INEQUALITIES)
 _TOKEN = re.compile(r"\\begin\s*\{[a-zA-Z*]+\}|\\end\s*\{[a-zA-Z*]+\}|\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([bpBvV]?matrix|array|smallmatrix)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_BARS = {"vmatrix": "|", "Vmatrix": "||"}
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 # `(C) 12`, `C. 12`, `C)`; not `(A), (C)`, which are two.
 _CHOICE = re.compile(r"(?:\\text\{)?\s*(?:\(([A-H])\)|([A-H])\s*[).:])\s*\}?\s*(?!\s|[,;]|and\b|or\b)(\S.*)", re.DOTALL)
 _LETTER = re.compile(r"([A-Ha-h])\)")
 # A comma between digits in groups of three. Inside brackets it always separates.
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,]*\d)")
+_GROUP_OF_ZERO = re.compile(r"(?<=\d),0\d\d")
 _REALS = {r"\mathbb{R}", "all real numbers", "all reals", "real numbers"}
 _NOTHING = re.compile(
     r"\s*(?:there (?:is|are) )?no (?:real |integer )?(?:solutions?|roots?)(?: exists?)?|\s*(?:the )?(?:empty|null) set",
@@ -97,7 +100,10 @@ class Modulo:
 
 @dataclass(frozen=True)
 class Matrix:
+    """`bars` are those of a determinant, `|`, or of a norm, `||`; other brackets mean the same."""
+
     rows: tuple[tuple["Answer", ...], ...]
+    bars: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,9 @@ def readings(text: str) -> list[Answer]:
     text = _FRENCH.sub(_in_round_brackets, tidy(text))
     bracketed = text.startswith(("(", "[", r"\{"))
     joined = text if bracketed else _THOUSANDS.sub(lambda match: match[1] + match[2].replace(",", ""), text)
-    return [read(joined)] if joined == text else [read(joined), read(text)]
+    # Nobody writes 0 as 000, nor 80 as 080: `10,080` is one number.
+    one = joined == text or _GROUP_OF_ZERO.search(text)
+    return [read(joined)] if one else [read(joined), read(text)]
 
 
 def read(text: str) -> Answer:
@@ -143,7 +151,9 @@ def read(text: str) -> Answer:
     if letter := _LETTER.fullmatch(text):
         return Value(letter[1])
     if matrix := _MATRIX.fullmatch(text.strip("()[] ")):
-        return _read_matrix(matrix[2], "")
+        return _read_matrix(matrix[2], "", _BARS.get(matrix[1], ""))
+    if total := sum_of_amounts(text):
+        return Value(total)
     parts, joiners = _split(text, (",", ";", "and", "or", r"\land", r"\lor"))
     if len(parts) > 1 and (items := _flat([read(part) for part in parts if part.strip()])):
         return items[0] if len(items) == 1 else Several(items, _joiner(joiners))
@@ -194,7 +204,7 @@ def _read_bracketed(text: str) -> Answer:
     return read(text[1:-1]) if text[0] + text[-1] in ("()", "{}") else Value(text)
 
 
-def _read_matrix(inside: str, factor: str) -> Matrix:
+def _read_matrix(inside: str, factor: str, bars: str = "") -> Matrix:
     """The matrix of these rows, each cell times `factor` (`-`, `\\frac{1}{2}`, nothing)."""
     rows = [row for row in _split(inside, (r"\\",))[0] if row.strip()]
     if factor:
@@ -204,7 +214,7 @@ def _read_matrix(inside: str, factor: str) -> Matrix:
                 tuple(Value(rf"({factor}) \cdot ({cell.strip()})") for cell in _split(row, ("&",))[0]) for row in rows
             )
         )
-    return Matrix(tuple(tuple(read(cell) for cell in _split(row, ("&",))[0]) for row in rows))
+    return Matrix(tuple(tuple(read(cell) for cell in _split(row, ("&",))[0]) for row in rows), bars)
 
 
 def _flat(items: list[Answer]) -> tuple[Answer, ...]:

@@ -33,6 +33,7 @@ from rltt.rewards.value import expression, proportional, same_items, same_soluti
 
 _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
 _CALL = re.compile(r"([A-Za-z])'*(?:\^\{-1\})?\([^()]*\)")
+_OF_X = re.compile(r"[a-z]\(x\)")
 _CONSTANTS = {r"\pi", r"\infty", "e", "i"}
 
 
@@ -83,9 +84,10 @@ def same(gold: Answer, answer: Answer) -> bool:
         case (Value(), SetOf((item,))):
             return same(gold, item)
         case (Matrix(), Matrix()):
-            return len(gold.rows) == len(answer.rows) and all(map(_in_order, gold.rows, answer.rows))
+            same_kind = gold.bars == answer.bars and len(gold.rows) == len(answer.rows)
+            return same_kind and all(map(_in_order, gold.rows, answer.rows))
         # A column of numbers is the vector of these coordinates.
-        case (Matrix(rows), Bracketed("(", parts, ")")) | (Bracketed("(", parts, ")"), Matrix(rows)):
+        case (Matrix(rows, ""), Bracketed("(", parts, ")")) | (Bracketed("(", parts, ")"), Matrix(rows, "")):
             return all(len(row) == 1 for row in rows) and _in_order(parts, tuple(row[0] for row in rows))
         case (Ratio() | Value(), Ratio() | Value()) if (left := clock(gold)) and (right := clock(answer)):
             return same_time(left, right)
@@ -160,7 +162,7 @@ def _has_letters(answer: Answer) -> bool:
 
 def _same_relation(gold: Relation, answer: Relation) -> bool:
     named, given = named_value(gold), named_value(answer)
-    if named is not None and given is not None and same(_name(gold), _name(answer)):
+    if named is not None and given is not None and _same_name(_name(gold), _name(answer)):
         return same(named, given)
     if set(gold.operators) == set(answer.operators) == {"="}:
         return _same_equation(gold, answer)
@@ -172,6 +174,12 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
 
 def _name(relation: Relation) -> Answer:
     return relation.sides[0] if is_name(relation.sides[0]) else relation.sides[-1]
+
+
+def _same_name(gold: Answer, answer: Answer) -> bool:
+    """The same, or both name a function's graph: `y = 2x` is `f(x) = 2x`."""
+    texts = [side.text.replace(" ", "") for side in (gold, answer) if isinstance(side, Value)]
+    return same(gold, answer) or (len(texts) == 2 and "y" in texts and any(_OF_X.fullmatch(text) for text in texts))
 
 
 def _same_equation(gold: Relation, answer: Relation) -> bool:

@@ -22,7 +22,8 @@ from rltt.data.problems import Problem
 from rltt.errors import DataError, RewardError
 from rltt.rewards.extract import quoted
 from rltt.rewards.outcome import Outcome, Status
-from rltt.rewards.registry import RewardEntry, resolve_reward
+from rltt.rewards.pool import Pool
+from rltt.rewards.registry import RewardEntry, absolute_use, is_built_in, resolve_reward
 
 GoldCheck = Callable[[Sequence[str]], Sequence[Outcome]]
 OnBadGold = Literal["stop", "drop", "keep"]
@@ -62,8 +63,34 @@ def gold_checks(entries: Iterable[RewardEntry], base: Path | None = None) -> dic
                 f"reward {entry.use!r}: its check_golds is {type(check).__name__} {str(check)[:40]!r}, not a function. "
                 "It should be `def check_golds(golds) -> list[Outcome]`."
             )
-        checks[entry.use] = check
+        isolated = entry.isolate and not is_built_in(function)  # ours grades in workers by itself
+        checks[entry.use] = _in_workers(absolute_use(entry.use, base), entry.timeout) if isolated else check
     return checks
+
+
+def _in_workers(use: str, timeout: float) -> GoldCheck:
+    """A user's check, called with one gold at a time in worker processes: one that hangs or dies costs its gold."""
+
+    def check(golds: Sequence[str]) -> list[Outcome]:
+        pool = Pool("rltt.rewards.isolated:prepare_gold_check", deadline=timeout, foreign=(use,))
+        try:
+            replies = pool.map(golds)
+        finally:
+            pool.close()
+        outcomes: list[Any] = []
+        for gold, reply in zip(golds, replies, strict=True):
+            if reply.status != "ok":
+                outcomes.append(Outcome("timeout" if reply.status == "timeout" else "error", reply.detail))
+                continue
+            found, trace = reply.value
+            if trace:
+                raise RewardError(f"failed on gold {quoted(gold, 80)}: {trace}")
+            if len(found) != 1:
+                raise RewardError(f"gave {len(found)} outcomes for 1 gold, {quoted(gold, 80)}")
+            outcomes += found
+        return outcomes
+
+    return check
 
 
 def bad_golds(problems: Sequence[Problem], checks: Mapping[str, GoldCheck]) -> list[BadGold]:
@@ -119,6 +146,8 @@ def without_bad_golds(
 def _called(reward: str, check: GoldCheck, golds: list[str]) -> list[Outcome]:
     try:
         outcomes = list(check(golds))
+    except RewardError as error:  # of a worker, where its traceback is known
+        raise RewardError(f"reward {reward!r}: its check_golds {error}") from error
     except Exception as error:
         raise RewardError(
             f"reward {reward!r}: its check_golds failed on {len(golds)} golds: {type(error).__name__}: {error}\n"
@@ -129,10 +158,14 @@ def _called(reward: str, check: GoldCheck, golds: list[str]) -> list[Outcome]:
     for outcome in outcomes:
         if not isinstance(outcome, Outcome):
             raise RewardError(
-                f"reward {reward!r}: its check_golds gave {type(outcome).__name__} {repr(outcome)[:40]}; give an "
+                f"reward {reward!r}: its check_golds gave {_shown(outcome)}; give an "
                 "rltt.rewards.Outcome for each gold, such as Outcome('right')."
             )
     return outcomes
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and " " in value else f"{type(value).__name__} {repr(value)[:40]}"
 
 
 def _listed(head: str, bad: Sequence[BadGold], shown: int) -> str:

@@ -1,11 +1,13 @@
 """What a worker process of a user's reward function runs (see `calls.py`, `Isolated`)."""
 
 import pickle
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rltt.rewards.call import invoke
+from rltt.rewards.outcome import Outcome
 from rltt.rewards.registry import resolve_reward
 
 
@@ -17,5 +19,20 @@ def prepare(use: str, tokenizer_file: str) -> Callable[[dict[str, Any]], bytes]:
     def answer(keywords: dict[str, Any]) -> bytes:
         # Also `sys.exit()` is this call's failure alone. Pickled here, where it can still be told what cannot be.
         return pickle.dumps(invoke(function, keywords | given, catch=BaseException))
+
+    return answer
+
+
+def prepare_gold_check(use: str) -> Callable[[str], tuple[Any, str]]:
+    """What answers one gold: what the function's `check_golds` gives for it, and the traceback when it raises."""
+    check: Any = resolve_reward(use).check_golds  # type: ignore[attr-defined]
+
+    def answer(gold: str) -> tuple[Any, str]:
+        try:
+            found = list(check([gold]))
+        except BaseException as error:  # also sys.exit()
+            return None, f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        # What is no outcome may be nothing that can be sent either: its description is.
+        return [one if isinstance(one, Outcome) else f"{type(one).__name__} {repr(one)[:40]}" for one in found], ""
 
     return answer

@@ -58,7 +58,7 @@ def math_reward(
         counts = Counter(outcome.status for outcome in outcomes)
         for status in STATUSES:
             log_metric(f"reward/math/{status}", counts[status] / len(outcomes))
-    return [_REWARD[outcome.status] for outcome in outcomes]
+    return [REWARD_OF[outcome.status] for outcome in outcomes]
 
 
 def _check_golds(golds: Sequence[str]) -> list[Outcome]:
@@ -69,4 +69,4 @@ def _check_golds(golds: Sequence[str]) -> list[Outcome]:
 math_reward.check_golds = _check_golds  # type: ignore[attr-defined]
 
 # The grader's own failure says nothing of the completion, so it must not be trained on either.
-_REWARD = {"right": 1.0, "wrong": 0.0, "unparseable": 0.0, "timeout": 0.0, "bad_gold": None, "error": None}
+REWARD_OF = {"right": 1.0, "wrong": 0.0, "unparseable": 0.0, "timeout": 0.0, "bad_gold": None, "error": None}

@@ -4,6 +4,8 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 
+import sympy
+
 from rltt.rewards.quantity import Quantity, in_base, quantity
 from rltt.rewards.spelling import squeezed
 from rltt.rewards.units import named_unit
@@ -45,7 +47,7 @@ def same_value(gold: str, answer: str) -> bool:
         return gold_base.digits == right.text
     if is_words(left.text) or is_words(right.text):
         return False
-    return equal(expression(converted.text), expression(right.text))
+    return equal(_value(converted), _value(right))
 
 
 def same_words(gold: str, answer: str) -> bool:
@@ -84,8 +86,8 @@ def is_words(text: str) -> bool:
 
 def words(text: str) -> str:
     """A text as its bare words in lower case; `Option C` is `c`, `an ellipse` is `ellipse`."""
-    bare = re.sub(r"\\text|[{}()\\$.,'`\"*]", " ", text).casefold().split()
-    if len(bare) == 2 and bare[0] in ("option", "choice"):
+    bare = re.sub(r"\\text|[{}()\\$.,'`\"*]|(?<=[A-Za-z])-(?=[A-Za-z])", " ", text).casefold().split()
+    if len(bare) == 2 and bare[0] in ("option", "choice", "answer"):
         bare = bare[1:]
     return " ".join(bare[1:] if len(bare) > 1 and bare[0] in ("a", "an", "the") else bare)
 
@@ -103,6 +105,12 @@ def _same_numbers(left: Quantity, right: Quantity) -> bool | None:
     if left.percent:
         return a in (b, 100 * b)
     return 100 * a == b or (a == b and abs(a) >= 1)
+
+
+def _value(quantity: Quantity) -> sympy.Expr:
+    """As an expression; what is a number is not left to the parser, to which `1e16` is a product."""
+    number = quantity.number
+    return expression(quantity.text) if number is None else sympy.Rational(number.numerator, number.denominator)
 
 
 def _same_angle(left: Quantity, right: Quantity) -> bool:

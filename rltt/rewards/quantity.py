@@ -33,7 +33,7 @@ _NUMBER = re.compile(
 )
 _DIGITS_IN_BASE = re.compile(r"(-?(?=[\w.]*\d)[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)_(\d{1,2}|[a-z]+)")
 
-_CURRENCY = re.compile(r"[$€£¥₹]|^(?:USD|EUR|Rs)\b\.?")
+_CURRENCY = re.compile(r"(?:\bUS\s?)?([$€£¥₹])|^(USD|EUR|Rs)\b\.?")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 # What may stand behind a number: words in \text (several with a stroke between them), in parentheses, or plain ones;
 # with a power or without.
@@ -44,6 +44,9 @@ _TAIL_WORDS = re.compile(r"(?<=[\d})\s])([A-Za-z¢][A-Za-z.¢-]*(?:[ /][A-Za-z.-
 _TAIL_PARENTHESES = re.compile(r"\s\(\s*([A-Za-z][A-Za-z. -]+|[gmshlL])\s*\)$")
 _TAIL_TEMPERATURE = re.compile(r"\^\\circ\s*(?:\\text\{)?\s*([CF])\s*\}?$")
 _TAIL_PRIMES = re.compile(r"(?<=\d)\s*('{1,2}|\"|\^\s*\{?\\prime(?:\s*\\prime)?\}?)$")
+
+# `1 hour 30 minutes`, `\$5 and 20 cents`, `5' 4"`: two amounts, of one thing perhaps.
+_AMOUNTS = re.compile(r"(\$?\d[\d.]*[^\d,;]*?)(?:,? and |[ ,]+|(?<=[}'.]))(?=\d)(\d[\d.]*[^\d,;]*)")
 
 # Numbers in words.
 _TO_NINETEEN = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -75,7 +78,7 @@ def quantity(text: str, is_gold: bool = False) -> Quantity:
     """
     unit, percent, scale = None, False, 1
     if currency := _CURRENCY.search(text):
-        unit = named_unit(currency[0])
+        unit = named_unit(currency[1] or currency[2])
         text = _CURRENCY.sub("", text).strip()
     while True:
         if text.endswith("%"):
@@ -115,6 +118,23 @@ def quantity(text: str, is_gold: bool = False) -> Quantity:
         number = exact(text)
         text = str(number * scale) if number is not None else rf"({text}) \cdot {scale}"
     return Quantity(text, unit, percent)
+
+
+def sum_of_amounts(text: str) -> str | None:
+    r"""`1 hour 30 minutes` and `5 ft 4 in` in the smaller unit; None for what is no such sum.
+
+    The units must convert, the larger one first: `4 apples and 3 oranges` are two values.
+    """
+    match = _AMOUNTS.fullmatch(text)
+    if match is None:
+        return None
+    first, second = quantity(match[1]), quantity(match[2])
+    if first.unit is None or second.unit is None or first.number is None or second.number is None:
+        return None
+    factor = first.unit.conversion(second.unit)
+    if factor is None or factor <= 1 or not 0 <= second.number < factor:
+        return None
+    return rf"{first.number * factor + second.number} \text{{{second.unit.name}}}"
 
 
 def exact(text: str) -> Fraction | None:

@@ -67,7 +67,7 @@ class NamedReward:
     name: str
     func: Callable[..., Any]
     weight: float
-    solved_at: float | None
+    solved_at: float
     columns: tuple[str, ...] = ()
     """Columns of the data set that the function cannot be called without."""
     args: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> li
         function = resolve_reward(entry.use, base)
         _check_args(entry, function)
         name = unique_name(_short_name(entry.use), {reward.name for reward in rewards})
-        guard = Guard(name, _calls(entry, function, base), entry.on_error, counted=not _is_built_in(function))
+        guard = Guard(name, _calls(entry, function, base), entry.on_error, counted=not is_built_in(function))
         names = set(inspect.signature(function).parameters)
         columns = sorted(_required(function) - FROM_TRL - set(entry.args) - set(TOKENIZER_NAMES))
         rewards.append(
@@ -98,7 +98,7 @@ def load_rewards(entries: Iterable[RewardEntry], base: Path | None = None) -> li
                 name,
                 guard.function(),
                 entry.weight,
-                entry.solved_at,
+                1.0 if entry.solved_at is None else entry.solved_at,
                 columns=tuple(columns),
                 args=tuple(entry.args),
                 tokenizer_names=tuple(sorted(names & set(TOKENIZER_NAMES))),
@@ -115,7 +115,7 @@ def use_tokenizer(rewards: Iterable[NamedReward], tokenizer: Any) -> None:
             give_tokenizer(reward.guard.calls, reward.tokenizer_names, tokenizer)
 
 
-def _is_built_in(function: Callable[..., Any]) -> bool:
+def is_built_in(function: Callable[..., Any]) -> bool:
     """Whether it is one of rltt's own, which grade in workers and count what became of each completion themselves."""
     place = f"{function.__module__}:{getattr(function, '__qualname__', '')}"
     return place in BUILT_IN.values()
@@ -127,13 +127,18 @@ def _calls(entry: RewardEntry, function: Callable[..., Any], base: Path | None) 
         if not entry.isolate:
             raise RewardError(f"reward {entry.use!r}: isolate has no effect on an `async def`; remove the key.")
         return OnEventLoop(function, dict(entry.args), entry.timeout)
-    if _is_built_in(function) or not entry.isolate:
+    if is_built_in(function) or not entry.isolate:
         return InProcess(function, dict(entry.args))
-    place, colon, name = entry.use.strip().partition(":")
-    if place.endswith(".py") or "/" in place:
-        place = str(_find_file(entry.use, place, base))  # the workers have the folder that they were started in
     takes_state = "trainer_state" in inspect.signature(function).parameters
-    return Isolated(place + colon + name, dict(entry.args), entry.timeout, takes_state)
+    return Isolated(absolute_use(entry.use, base), dict(entry.args), entry.timeout, takes_state)
+
+
+def absolute_use(use: str, base: Path | None) -> str:
+    """`use` with a file's absolute path, for worker processes, which run in another folder perhaps."""
+    place, colon, name = use.strip().partition(":")
+    if place.endswith(".py") or "/" in place:
+        place = str(_find_file(use, place, base))
+    return place + colon + name
 
 
 def _check_args(entry: RewardEntry, function: Callable[..., Any]) -> None:

@@ -35,7 +35,7 @@ _RULES = [
         (r"(?<!\\)\\[ ,;:]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\n|\t", " "),
         (r"\\R(?![A-Za-z])|\\math(?:bf|rm)\s*\{\s*R\s*\}|\\Reals(?![A-Za-z])|\\mathbb\s*R(?![A-Za-z])", r"\\mathbb{R}"),
         # Fonts. What they hold counts, so one of them stands for all; a single letter or a number needs none.
-        (r"\\(?:math(?:rm|bf|it|sf|tt|normal)|text(?:rm|bf|it|sf|tt|up|normal)|mbox|hbox|operatorname\*?|boldsymbol)"
+        (r"\\(?:math(?:rm|bf|it|sf|tt|normal)|text(?:rm|bf|it|sf|tt|sc|up|normal)|emph|mbox|hbox|operatorname\*?|boldsymbol)"
          r"\s*(?=\{)", r"\\text"),
         (r"\\text\s+\{", r"\\text{"),
         (r"\\(?:underline|bm|pmb)\s*(\{[^{}]*\})", r"\1"),
@@ -54,11 +54,13 @@ _RULES = [
         (r"(?<=\d)\s*(?:\\text\{\s*(?::|to)\s*\}|\sto\s)\s*(?=\d)", ":"),
         (rf"\{{\s*\\text\{{\s*({_ORDINAL})\s*\}}\s*\}}", r"{\1}"),
         (rf"(?<=\d)\s*\^\s*(?:\\text)?\{{\s*{_ORDINAL}\s*\}}", ""),
+        (rf"(?<=\d){_ORDINAL}(?![A-Za-z])", ""),
         (r"\\text\{\s*(?:percent|percentage|pct)\.?\s*\}|(?<![A-Za-z])(?:percent|pct)(?![A-Za-z])", "%"),
-        (r"\\text\{\s*degrees?\s*\}", r"^\\circ"),
+        (r"\\text\{\s*(?:degrees?|\^\\circ)\s*\}|\\textdegree(?![A-Za-z])", r"^\\circ"),
+        (r"\\text\{\s*(\\?\$|[€£¥₹]|USD|EUR|Rs\.?)\s*\}", r"\1 "),
         (rf"\\text\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
         (r"\\text\{\s*([ei]|[-+]?[\d.,/]+)\s*\}", r"\1"),
-        (r"(?<![\d})])(?<![\d})] )\\text\{\s*([A-Za-z])\s*\}", r"\1"),  # behind a number it is a unit
+        (r"(?<![\d})])(?<![\d})] )\\text\{\s*([A-Za-z])\s*(?:\}|\.\s*\}$)", r"\1"),  # behind a number it is a unit
         (r"\\text\{\s*\}", " "),
         # Signs.
         (r"\\(?:le|leqslant|leqq)(?![A-Za-z])|<=|=<", r"\\leq "),
@@ -96,6 +98,7 @@ _RULES = [
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"(?<=[\d.])\s*\\(?:bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))", r"\\overline{\1\2}"),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
         (r"(?<!\\)\\sqrt\s*\(([^()]*)\)|(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
     ]

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from rltt.errors import DataError, RewardError
-from rltt.rewards.call import Failure, Result
+from rltt.rewards.call import Failure, Result, judge
 from rltt.rewards.calls import OnEventLoop
 from rltt.rewards.extract import completion_text
 from rltt.rewards.guard import joined
-from rltt.rewards.math import verify_math
+from rltt.rewards.math import REWARD_OF, verify_math
 from rltt.rewards.outcome import Outcome
 from rltt.rewards.registry import (
     NamedReward,
@@ -120,6 +120,7 @@ def try_reward(
     if tokenizer is not None and reward.tokenizer_names:
         use_tokenizer([reward], tokenizer)
     calls = reward.guard.calls
+    outcomes: list[Outcome | None] = [None] * len(samples)
     state = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0)
     with asyncio.Runner() as loop:  # one event loop for all calls, as clients of services need
 
@@ -128,8 +129,10 @@ def try_reward(
             return loop.run(calls.batch(keywords)) if isinstance(calls, OnEventLoop) else calls.batch(keywords)
 
         batches, batch_failures, batch_seconds = _in_batches(call, samples)
-        alone, seconds = _alone(call, samples)
-    outcomes = _outcomes(entry, samples)
+        if entry.use.strip() == "math":
+            outcomes, alone, seconds = _alone_by_math(samples)
+        else:
+            alone, seconds = _alone(call, samples)
     trials = []
     for i, sample in enumerate(samples):
         value = alone[i] if batches[i] is None else batches[i]
@@ -145,8 +148,7 @@ def try_reward(
                 seconds=seconds[i],
             )
         )
-    solved_at = 1.0 if reward.solved_at is None else reward.solved_at
-    return TrialReport(reward.name, solved_at, tuple(trials), tuple(batch_failures), batch_seconds)
+    return TrialReport(reward.name, reward.solved_at, tuple(trials), tuple(batch_failures), batch_seconds)
 
 
 def _in_batches(
@@ -180,12 +182,20 @@ def _alone(
     return values, seconds
 
 
-def _outcomes(entry: RewardEntry, samples: Sequence[Sample]) -> list[Outcome] | list[None]:
-    """What the math verifier says, when it is the reward: more than its numbers do."""
-    if entry.use.strip() != "math":
-        return [None] * len(samples)
-    golds = [str(sample.columns["gold"]) for sample in samples]
-    return verify_math(golds, [completion_text(sample.completion) for sample in samples])
+def _alone_by_math(
+    samples: Sequence[Sample],
+) -> tuple[list[Outcome | None], list[float | Failure], list[float]]:
+    """Each graded alone by the math verifier itself, whose outcomes say more than the reward's numbers."""
+    outcomes: list[Outcome | None] = []
+    values: list[float | Failure] = []
+    seconds = []
+    for sample in samples:
+        begun = time.perf_counter()
+        (outcome,) = verify_math([str(sample.columns["gold"])], [completion_text(sample.completion)])
+        seconds.append(time.perf_counter() - begun)
+        outcomes.append(outcome)
+        values += joined([Result(judge([REWARD_OF[outcome.status]], 1))], 1)
+    return outcomes, values, seconds
 
 
 def _check_inputs(reward: NamedReward, entry: RewardEntry, samples: Sequence[Sample], tokenizer: Any) -> None:

@@ -110,8 +110,8 @@ def truncated(s: Signals) -> Finding | None:
     """Completions end at the length limit, before their answer."""
     name = "completions/clipped_ratio"
     first, last = s.per_rollout.first(name), s.per_rollout.last(name)
-    # A policy that falls apart runs into the limit as well, later: that is not the limit's fault.
-    if first is None or last is None or min(first.mean, last.mean) < CUT or fmean(first.values[:3]) < CUT:
+    # A policy that falls apart runs into the limit as well: only the first rollout is of the start itself.
+    if first is None or last is None or min(first.mean, last.mean, first.values[0]) < CUT:
         return None
     # Some rewards do not care for the end of a completion.
     if s.solve_last is not None and s.solve_last.mean > 1 - last.mean + 0.1:
@@ -134,10 +134,8 @@ def truncated(s: Signals) -> Finding | None:
 def unparseable(s: Signals) -> Finding | None:
     """Completions end by themselves, but without an answer that the reward can find."""
     for window in _outcomes(s, "unparseable"):
-        if window.mean < UNREAD:
-            continue
-        early = fmean(window.values[:3])
-        if early < UNREAD:
+        first = s.per_rollout.first(window.metric)
+        if first is None or min(window.mean, first.values[0]) < UNREAD:
             continue
         rising = s.solve is not None and s.solve.rises >= SURE
         template = s.setting("data.prompt_template") or "{prompt}"

@@ -156,6 +156,15 @@ class CheckpointedTrainer(Trainer):
                 self._complete_and_publish(partial, folder)
             self.accelerator.wait_for_everyone()
 
+    def save_before_end(self) -> None:
+        """Save the last finished step, if it is not saved yet, before an error in the step at hand ends the run.
+
+        Not of several processes: the others may be stuck, or gone.
+        """
+        step = self.state.global_step
+        if self.args.world_size == 1 and step and not (Path(self.args.output_dir) / f"checkpoint-{step}").is_dir():
+            self._save_checkpoint(self.model, None)
+
     def _complete_and_publish(self, partial: Path, folder: Path) -> None:
         step, final = self.state.global_step, folder / partial.name
         if best := self.state.best_global_step:  # transformers looked for it among what is being written

@@ -82,11 +82,14 @@ class GuardedTrainer(CheckpointedTrainer):
 
     def _skip(self, model: nn.Module) -> None:
         step = self.state.global_step + 1
-        if self.is_deepspeed_enabled:  # its engine has made the update already
-            raise NonFiniteError(
-                f"step {step}: the loss or the gradient is not finite, and DeepSpeed has used it; the last checkpoint "
-                "is from before"
-            )
+        if self.is_deepspeed_enabled:
+            if not self.optimizer.step_was_skipped:
+                raise NonFiniteError(
+                    f"step {step}: the loss or the gradient is not finite, and DeepSpeed has used it; the last "
+                    "checkpoint is from before. With bf16 its check_grad_overflow has to stay true"
+                )
+            # The schedule goes on, as it does without DeepSpeed: steps that were skipped have their learning rates.
+            self.optimizer.optimizer.overflow = False
         culprits = [name for name, weight in model.named_parameters() if _is_wrong(weight.grad)]
         if self.nonfinite_steps == 0:
             warnings.warn(

@@ -25,6 +25,7 @@ from ..errors import CheckpointError, PolicyError, RecipeError, UnwrittenError
 from ..evaluate import EvalResult, evaluate_policy
 from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
+from ..objective.credit import learned
 from ..processes import is_main, of_main, share, wait_for_everyone, world_size
 from ..recipe import Recipe
 from ..rewards import load_rewards
@@ -523,7 +524,7 @@ def trainer_config(recipe: Recipe, rewards: list[NamedReward], longest: int, par
         save_steps=section.save_steps or 500,
         save_total_limit=section.save_total_limit,
         reward_weights=[reward.weight for reward in rewards],
-        solved_at=1.0 if rewards[0].solved_at is None else rewards[0].solved_at,
+        solved_at=rewards[0].solved_at,
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -540,9 +541,8 @@ def save_trained(trainer: RLTTTrainer, policy: Policy, run: RunDirectory) -> Non
     if without_wrapper(model) is not model:  # adapters; see check_lora
         pass
     elif model.credit is not None:
-        if weights:
-            model.credit.logits = torch.nn.Parameter(weights.pop("credit.logits"))
-        credit = model.credit().tolist() if is_main() else None
+        logits = weights.pop("credit.logits") if weights else model.credit.logits
+        credit = learned(logits).tolist() if is_main() else None
         model.credit = None  # weights of the objective, not of the policy: no engine would know the key
     run.update_summary(steps=trainer.state.global_step, **({} if credit is None else {"credit": credit}))
     run.save_policy(model, policy.tokenizer, weights=weights)

@@ -46,6 +46,10 @@ Status = Literal["running", "finished", "interrupted", "failed", "preempted"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
 
 
+# A reward that applies to some rows alone gives None on every step; metrics count them all.
+MAX_NONES = 1000
+
+
 class RunDirectory:
     """Writes a run. Of several processes only the main one writes, except for failures of reward functions.
 
@@ -66,6 +70,7 @@ class RunDirectory:
         self.summary: dict[str, Any] = (resumed or {"name": recipe.name, "steps": 0}) | {"status": "running"}
         self.summary.pop("error", None)
         self._lock: IO[str] | None = None
+        self._nones = 0
         if not is_main():
             return
         try:
@@ -123,7 +128,11 @@ class RunDirectory:
             write_text(path, "\n".join(lines) + "\n")
 
     def log_reward_failure(self, report: FailureReport) -> None:
-        """Append one failure of a reward function."""
+        """Append one failure of a reward function; of those that gave None the first ones, for it may be an answer."""
+        if report.kind == "none":
+            self._nones += 1
+            if self._nones > MAX_NONES:
+                return
         with written(self.path / "reward_failures.jsonl") as path, path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(asdict(report), ensure_ascii=False, default=str) + "\n")
 

@@ -143,6 +143,9 @@ def join_processes(section: TrainSection) -> None:
         raise RecipeError(
             f"train.sharding: 'none' is for one process, but {world_size()} were launched; choose ddp, zero2 or zero3"
         )
+    if world_size() > 1 and not torch.cuda.is_available():
+        # accelerate would call it cpu:0, a place to which torch loads no checkpoint.
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     if section.sharding in STAGES and "LOCAL_RANK" not in os.environ:
         # DeepSpeed wants to be launched, also alone: with offloading, one process is a layout of its own.
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

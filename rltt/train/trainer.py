@@ -262,12 +262,15 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         # The seam for rollout engines. Each gives the log-probs that it drew its tokens with.
         with self._timed("rollout"):
             if self.use_vllm:
-                from ..rollout.vllm.watch import failures, with_one_restart
+                from ..rollout.vllm.watch import EngineError, failures, with_one_restart
 
                 sample = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
-                completions, log_probs = with_one_restart(
-                    sample, self._restart_engine, self.args.vllm_timeout, failures()
-                )
+                restart = self._restart_engine if self.args.world_size == 1 else None
+                try:
+                    completions, log_probs = with_one_restart(sample, restart, self.args.vllm_timeout, failures())
+                except EngineError:
+                    self.save_before_end()
+                    raise
                 prompt_ids = self.vllm_generation.prompts_of_last_rollout
             else:
                 # Sampling runs under the same autocast as scoring: one numeric path.

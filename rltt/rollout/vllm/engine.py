@@ -57,13 +57,7 @@ class Engine(VLLMGeneration):
         return result
 
     def restart(self) -> None:
-        """Start the engine anew, without weights.
-
-        Raises:
-            RuntimeError: it cannot be started alone, as its processes belong together.
-        """
-        if self.accelerator.num_processes > 1:
-            raise RuntimeError("engines of several processes cannot be started anew one by one")
+        """Start the engine anew, without weights. Engines of several processes cannot be, one by one."""
         self._init_vllm()
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -48,6 +48,14 @@ class ServerEngine(Engine):
         if not self.accelerator.is_main_process:  # as in TRL, the main process alone talks to the server
             return
         url = self.server_base_url
+        try:
+            with suppress(requests.exceptions.ConnectionError):  # not there yet: TRL's client waits for it
+                requests.get(f"{url}/health", timeout=max(1.0, self.server_timeout))
+        except requests.exceptions.Timeout as error:  # TRL's client would wait for ever
+            raise UserError(
+                f"rollout.vllm_server: the vLLM server at {url} took a connection, and has not answered for "
+                f"{max(1.0, self.server_timeout):g} seconds: it hangs, and has to be started anew"
+            ) from error
         try:
             self.vllm_client = VLLMClient(url, group_port=self.group_port, connection_timeout=self.server_timeout)
             self._served = self.vllm_client.get_server_info()

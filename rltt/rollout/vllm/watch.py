@@ -17,6 +17,9 @@ T = TypeVar("T")
 GRACE = 60.0
 """Seconds from the deadline until a process that is stuck in the engine's C++ or CUDA code is ended."""
 
+START = 600.0
+"""Seconds that a new start may take at least, however short the deadline of a rollout is."""
+
 
 class EngineError(UserError):
     """The rollout engine died or hung, and a new start did not help."""
@@ -77,12 +80,15 @@ def failures() -> tuple[type[Exception], ...]:
 
 def with_one_restart(
     sample: Callable[[], T],
-    restart: Callable[[], Any],
+    restart: Callable[[], Any] | None,
     seconds: float,
     caught: tuple[type[Exception], ...],
     end: Callable[[str], None] = end_process,
 ) -> T:
     """`sample()` within a deadline; if the engine dies or hangs, once more after `restart()`.
+
+    Args:
+        restart: None where it cannot be started anew.
 
     Raises:
         EngineError: it does so again, or cannot be started anew.
@@ -91,18 +97,24 @@ def with_one_restart(
         with deadline(seconds, end):
             return sample()
     except caught as error:
+        if restart is None:
+            raise EngineError(f"the rollout engine failed: {_text(error)}\n{_GO_ON}") from error
         first = _text(error)
+    caught = (*caught, UserError)
     warnings.warn(f"the rollout engine failed: {first}; it is started anew", EngineRestarted, stacklevel=2)
     try:
-        restart()
+        with deadline(max(seconds, START), end):
+            restart()
         with deadline(seconds, end):
             return sample()
     except caught as error:
-        raise EngineError(
-            f"the rollout engine failed: {first}\nand after a new start: {_text(error)}\n"
-            "what was learned up to the last checkpoint is kept; start the run again to go on from it"
-        ) from error
+        again = f"the rollout engine failed: {first}\nand after a new start: {_text(error)}"
+        raise EngineError(f"{again}\n{_GO_ON}") from error
+
+
+_GO_ON = "what was learned up to the last checkpoint is kept; start the run again to go on from it"
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    first = str(error).partition("\n")[0]
+    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"

@@ -18,7 +18,7 @@ class WandbTracker:
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        self.wandb = wandb
+        self.wandb: Any = wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", project_of(run)),
             name=run.resolve().name,
