@@ -186,11 +186,14 @@ train:
    save_steps: 1}
 telemetry: {tracker: none}
 """
-# By the prompt's own name, so that several processes come to the rewards of one; half of the groups are uniform.
+# By the prompt's own name, so that several processes come to the rewards of one; half of the groups are uniform. A
+# group of two may lie in two processes, one completion in each.
 HALVES = """\
+import os
 def halves(completions, row, **kwargs):
     numbers = [int(name.rpartition(":")[2]) for name in row]
-    return [float(i % 2) if number % 2 else 1.0 for i, number in enumerate(numbers)]
+    first = int(os.environ.get("RANK", "0"))
+    return [float(i % 2) if number % 2 else 1.0 for i, number in enumerate(numbers, first)]
 """
 
 
@@ -231,7 +234,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_goes_on_with_the_same_fresh_prompts(folder: Path, whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "killed"
     trainer = "rltt.train.trainer:RLTTTrainer"
-    lives = [(f"{trainer}._compute_loss", 14), ("rltt.train.resample:Resampler._move", 2)]
+    lives = [(f"{trainer}._compute_loss", 7), ("rltt.train.resample:Resampler._move", 2)]
     for function, count in lives:  # inside a rollout of two updates; among the rounds of one
         assert ended(folder, path, moment=(function, count, signal.SIGKILL)) == -signal.SIGKILL
     assert ended(folder, path) == 0
@@ -255,4 +258,4 @@ def test_two_processes_resample_as_one(folder: Path, whole: Path, tmp_path: Path
     one, two = metrics_of(whole), metrics_of(tmp_path / "two")
     for name in ("resample/prompts", "resample/rounds", "resample/replaced", "solve_rate", "reward", "mixed_groups"):
         assert [row[name] for row in two] == [row[name] for row in one], name
-    assert max(row["parity/max"] for row in two) < 1e-5
+    assert max(row["parity/max"] for row in two if "parity/max" in row) < 1e-5
