@@ -1,9 +1,9 @@
-"""Latency of a generated token at batch 1: all loops in one pass over the layers against one after another, and one loop.
+"""Latency of a token at batch 1: all loops in one pass over the layers, one after another, and one loop alone.
 
-    python benchmarks/plt_decode.py [--layers 12] [--hidden 768] [--prompt 128] [--tokens 24] [--rounds 7] [--dtype float32]
+    python benchmarks/plt_decode.py [--layers 12] [--hidden 768] [--prompt 128] [--tokens 24] [--rounds 7]
 
-One random Parallel Loop Transformer, large enough that reading its weights takes most of a token's time. After a prompt,
-every case decodes a few tokens in turn, round after round; medians over the rounds are compared.
+One random Parallel Loop Transformer, large enough that reading its weights takes most of a token's time. After a
+prompt, every case decodes a few tokens in turn, round after round; medians over the rounds are compared.
 """
 
 import argparse
@@ -74,9 +74,7 @@ def make_model(layers: int, hidden: int, vocabulary: int, dtype: torch.dtype) ->
 
 
 @torch.inference_mode()
-def decode(
-    model: IQuestPLTCoderForCausalLM, loops: int, parallel: bool, prompt: int, tokens: int
-) -> Iterator[float]:
+def decode(model: IQuestPLTCoderForCausalLM, loops: int, parallel: bool, prompt: int, tokens: int) -> Iterator[float]:
     """Decode after a prompt; yields the seconds that each token of a round took in the mean."""
     cache = model.model.new_cache(loops)
     ids = torch.randint(model.config.vocab_size, (1, prompt))

@@ -1,11 +1,10 @@
-"""Train tiny Parallel Loop Transformers and LoopLMs with 1 to 4 loops alike, and set accuracy and diagnostics side by side.
+"""Train tiny Parallel Loop Transformers and LoopLMs with 1 to 4 loops alike.
 
-    python benchmarks/study_loops.py train [--out runs/study] [--seeds 0 1] [--loops 1 2 3 4]
-    python benchmarks/study_loops.py report [--out runs/study]
+    python benchmarks/study_loops.py [--out runs/study] [--seeds 0 1] [--loops 1 2 3 4]
 
 Every run sees the same problems in the same order of batches: 100 steps of warm start (half of the loss on the mean of
-all loops, in both families) and 40 steps of RLTT with uniform credit. Runs that are there already are kept.
-`docs/study-loops.md` tells what came out.
+all loops, in both families) and 40 steps of RLTT with uniform credit. Runs that are there already are kept;
+each has its accuracy before and after RL in `summary.json`.
 """
 
 import argparse
@@ -20,14 +19,12 @@ RECIPE = Path(__file__).with_name("study_loops.yaml")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("job", choices=("train", "report"))
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--loops", type=int, nargs="+", default=[1, 2, 3, 4])
     options = parser.parse_args()
     for seed, loops, family in product(options.seeds, options.loops, FAMILIES):
-        if options.job == "train":
-            train(family, loops, seed, options.out / f"{family}-{loops}-{seed}")
+        train(family, loops, seed, options.out / f"{family}-{loops}-{seed}")
 
 
 def train(family: str, loops: int, seed: int, run: Path) -> None:
