@@ -60,7 +60,7 @@ def part() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
+        wait_for_everyone()
         dist.destroy_process_group()
 
 

@@ -12,6 +12,17 @@ from torch import Tensor
 Scale = Literal["group", "batch", "none"]
 
 
+def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, " F"]) -> Float[Tensor, " B"]:
+    """Weighted sum of the reward functions that applied; NaN where none did."""
+    total = (rewards * weights.unsqueeze(0)).nansum(dim=1)
+    return torch.where(rewards.isnan().all(dim=1), torch.nan, total)
+
+
+def solved_of(rewards: Float[Tensor, "B F"], solved_at: float) -> Float[Tensor, " B"]:
+    """1 where the first reward counts as solved, 0 where not, NaN where it did not apply."""
+    return torch.where(rewards[:, 0].isnan(), torch.nan, (rewards[:, 0] >= solved_at).float())
+
+
 def group_advantages(
     rewards: Float[Tensor, " B"], num_generations: int, scale: Scale = "group", epsilon: float = 1e-4
 ) -> Float[Tensor, " B"]:

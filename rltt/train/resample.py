@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import UserError
-from ..objective.advantage import equal_groups, nanstd
+from ..objective.advantage import equal_groups, nanstd, total_reward
 from .parity_gate import Turn
 
 if TYPE_CHECKING:
@@ -215,8 +215,6 @@ class Resampler:
         return Draw([Row(*row) for row in zip(*columns, extras, strict=True)], rewards)
 
     def _total(self, rewards: Float[Tensor, "B F"]) -> Float[Tensor, " B"]:
-        from .trainer import total_reward
-
         return total_reward(rewards, self.trainer.reward_weights.to(rewards.device))
 
     def _uniform(self, rewards: Float[Tensor, "B F"]) -> list[int]:

@@ -46,8 +46,8 @@ Status = Literal["running", "finished", "interrupted", "failed", "preempted"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "math-verify", "deepspeed", "vllm")
 
 
-# A reward that applies to some rows alone gives None on every step; metrics count them all.
 MAX_NONES = 1000
+"""Nones of reward functions that are kept: one that applies to some rows alone gives them at every step."""
 
 
 class RunDirectory:

@@ -30,7 +30,7 @@ from ..models.load import load_policy
 from ..models.looped import LoopedForCausalLM, Score
 from ..models.plt import PLTModel
 from ..objective import credit as credit_schemes
-from ..objective.advantage import equal_groups, group_advantages, mixed_groups, pearson
+from ..objective.advantage import equal_groups, group_advantages, mixed_groups, pearson, solved_of, total_reward
 from ..objective.kl import k3, kl_to_last_loop
 from ..objective.policy_loss import REDUCTION, reduce_tokens
 from ..rollout.record import recorded_log_probs
@@ -603,17 +603,6 @@ def resplit(rollout: list[dict[str, Any]] | None, parts: int) -> list[dict[str, 
         for key, value in rollout[0].items()
     }
     return split_tensor_dict(whole, parts)
-
-
-def total_reward(rewards: Float[Tensor, "B F"], weights: Float[Tensor, " F"]) -> Float[Tensor, " B"]:
-    """Weighted sum of the reward functions that applied; NaN where none did."""
-    total = (rewards * weights.unsqueeze(0)).nansum(dim=1)
-    return torch.where(rewards.isnan().all(dim=1), torch.nan, total)
-
-
-def solved_of(rewards: Float[Tensor, "B F"], solved_at: float) -> Float[Tensor, " B"]:
-    """1 where the first reward counts as solved, 0 where not, NaN where it did not apply."""
-    return torch.where(rewards[:, 0].isnan(), torch.nan, (rewards[:, 0] >= solved_at).float())
 
 
 def drop_generation_defaults(model: LoopedForCausalLM) -> None:
