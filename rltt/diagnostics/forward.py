@@ -43,18 +43,9 @@ class LoopStates:
 def run_loops(model: LoopedForCausalLM, ids: Int[Tensor, "B S"], loops: int, **kwargs: Any) -> LoopStates:
     """The states of every loop."""
     embeddings = model.get_input_embeddings()(ids)
-    normed_each = model.loop_spec.norm_each_loop
     states = LoopStates([embeddings], [])
-
-    def note(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        states.normed.append(output)
-        states.handed.append(output if normed_each else inputs[0])
-
-    handle = model.model.norm.register_forward_hook(note)
-    try:
+    with _caught(model, states):
         model.model(inputs_embeds=embeddings, use_cache=False, loops=loops, **kwargs)
-    finally:
-        handle.remove()
     return states
 
 
@@ -72,21 +63,29 @@ def block_of_states(model: LoopedForCausalLM, states: LoopStates, loops: int) ->
         return None if calls == 1 else (states.handed[calls - 1], *inputs[1:])
 
     images = LoopStates([], [])
+    handle = model.model.layers[0].register_forward_pre_hook(replace)
+    try:
+        with _caught(model, images):
+            model.model(inputs_embeds=states.handed[0], use_cache=False, loops=loops)
+    finally:
+        handle.remove()
+    return images.handed[1:]
+
+
+@contextmanager
+def _caught(model: LoopedForCausalLM, states: LoopStates) -> Iterator[None]:
+    """Within, what each loop hands on and what the head reads of it is appended to `states`."""
     normed_each = model.loop_spec.norm_each_loop
 
     def note(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        images.handed.append(output if normed_each else inputs[0])
+        states.normed.append(output)
+        states.handed.append(output if normed_each else inputs[0])
 
-    handles = [
-        model.model.layers[0].register_forward_pre_hook(replace),
-        model.model.norm.register_forward_hook(note),
-    ]
+    handle = model.model.norm.register_forward_hook(note)
     try:
-        model.model(inputs_embeds=states.handed[0], use_cache=False, loops=loops)
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-    return images.handed[1:]
+        handle.remove()
 
 
 # --------------------------------------------------------------------------------------------------------- attention

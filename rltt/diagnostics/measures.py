@@ -19,21 +19,10 @@ from .forward import LoopStates, block_of_states, run_loops, watching
 from .hidden import effective_rank, fixed_point_gap, offset_cost, step_size, update_alignment
 from .outputs import measure_outputs
 
-MEASURES = (
-    "step_size",
-    "cos_theta",
-    "effective_rank",
-    "fixed_point_gap",
-    "offset_cost",
-    "attention_entropy",
-    "attention_kl",
-    "head_effective_rank",
-    "head_similarity",
-    "gate_mean",
-    "true_token_rank",
-    "output_kl",
-    "output_entropy",
-)
+HIDDEN = ("step_size", "cos_theta", "effective_rank", "fixed_point_gap", "offset_cost")
+ATTENTION = ("attention_entropy", "attention_kl", "head_effective_rank", "head_similarity", "gate_mean")
+OUTPUTS = ("true_token_rank", "output_kl", "output_entropy")
+MEASURES = (*HIDDEN, *ATTENTION, *OUTPUTS)
 
 
 @dataclass
@@ -99,7 +88,7 @@ def _measure_sequence(
     h, loops = states.handed, len(states.normed)
     if not all(torch.isfinite(state).all() for state in h):
         raise PolicyError("the states of the policy are not finite: its weights are damaged, or overflow in fp32")
-    found = attention.by_loop | {name: torch.full((loops,), math.nan) for name in MEASURES[:5]}
+    found = attention.by_loop | {name: torch.full((loops,), math.nan) for name in HIDDEN}
     for r in range(1, loops + 1):
         found["step_size"][r - 1] = step_size(h[r], h[r - 1])
         found["effective_rank"][r - 1] = effective_rank(h[r])
@@ -133,8 +122,7 @@ class _Attention:
         self.layers = model.loop_spec.layers
         heads = model.config.num_attention_heads
         self.similarity = torch.zeros(loops, heads, heads, dtype=torch.float64)
-        names = ("attention_entropy", "attention_kl", "head_effective_rank", "head_similarity", "gate_mean")
-        self.by_loop = {name: torch.zeros(loops, dtype=torch.float64) for name in names}
+        self.by_loop = {name: torch.zeros(loops, dtype=torch.float64) for name in ATTENTION}
 
     def add(self, loop: int, now: LayerAttention, before: LayerAttention | None) -> None:
         measures = measure_attention(now, before)

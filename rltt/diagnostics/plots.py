@@ -1,5 +1,6 @@
 """What is drawn of a diagnosis: curves over loops, maps of head against head, and gain against cost."""
 
+import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -82,14 +83,14 @@ def _head_maps(diagnosis: Diagnosis) -> Figure:
     down = -(-loops // across)
     figure = Figure(figsize=(2.6 * across + 0.8, 2.7 * down), layout="constrained")
     maps = [
-        [[None if i == j else x for j, x in enumerate(row)] for i, row in enumerate(m)] for m in diagnosis.similarity
+        [[math.nan if i == j else x for j, x in enumerate(row)] for i, row in enumerate(m)]
+        for m in diagnosis.similarity
     ]
-    every = [x for m in maps for row in m for x in row if x is not None]
+    every = [x for m in maps for row in m for x in row if not math.isnan(x)]
     image, axes = None, []
     for loop, similarity in enumerate(maps, start=1):
         place = figure.add_subplot(down, across, loop)
-        values = [[float("nan") if x is None else x for x in row] for row in similarity]
-        image = place.imshow(values, vmin=min(every, default=0), vmax=max(every, default=1), cmap="viridis")
+        image = place.imshow(similarity, vmin=min(every, default=0), vmax=max(every, default=1), cmap="viridis")
         mean = diagnosis.loops[loop - 1]["head_similarity"]
         place.set_title(f"r = {loop}" + ("" if mean is None else f", sim = {mean:.3f}"), fontsize=9, color=LIGHT.ink)
         place.tick_params(labelsize=7, colors=LIGHT.ink)

@@ -1,11 +1,12 @@
 """What is written and printed of a diagnosis: diagnostics.json, and tables for terminal and markdown."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 from .recommend import Recommendation
 
@@ -13,6 +14,13 @@ Row = dict[str, Any]
 """A loop: `loop`, and each of `measures.MEASURES`."""
 
 NONE = "–"
+
+
+class Cell(NamedTuple):
+    """A number as it is shown, and whether it is the largest of the refinement loops."""
+
+    text: str
+    largest: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,31 +105,28 @@ class Diagnosis:
             "head_similarity_maps": self.similarity,
         }
 
-    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Title, headings and cells of each table; the largest of the refinement loops is between underscores."""
+    def tables(self) -> list[tuple[str, list[str], list[list[Cell]]]]:
+        """Title, headings and cells of each table."""
         shown = [("Per-loop behavior", ["Loop", *(c.heading for c in TABLE_3)], self._cells(TABLE_3))]
         further = [c for c in FURTHER if any(row[c.measure] is not None for row in self.loops)]
         shown.append(("Attention, offset and outputs", ["Loop", *(c.heading for c in further)], self._cells(further)))
         if len(self.loops) > 1:
             cells = [
                 [
-                    f"r={i + 2}",
-                    *(NONE if self.shares[lens][i] is None else f"{self.shares[lens][i]:.1%}" for lens in LENSES),
+                    Cell(f"r={i + 2}"),
+                    *(Cell(NONE if self.shares[lens][i] is None else f"{self.shares[lens][i]:.1%}") for lens in LENSES),
                 ]
                 for i in range(len(self.loops) - 1)
             ]
             shown.append(("Where refinement concentrates", ["Loop", *LENSES.values()], cells))
         return shown
 
-    def _cells(self, columns: Sequence[Column]) -> list[list[str]]:
+    def _cells(self, columns: Sequence[Column]) -> list[list[Cell]]:
         largest = {c.measure: _largest(self.loops[1:], c.measure) for c in columns}
         return [
             [
-                f"r={row['loop']}",
-                *(
-                    f"_{c.show(row[c.measure])}_" if row is largest[c.measure] else c.show(row[c.measure])
-                    for c in columns
-                ),
+                Cell(f"r={row['loop']}"),
+                *(Cell(c.show(row[c.measure]), largest=row is largest[c.measure]) for c in columns),
             ]
             for row in self.loops
         ]
@@ -132,7 +137,7 @@ class Diagnosis:
         parts = [f"# Loops of {about['model']}", self.summary()]
         for title, headings, cells in self.tables():
             lines = [headings, ["---", *["---:"] * (len(headings) - 1)]]
-            lines += [[_underlined(cell, lambda text: f"<u>{text}</u>") for cell in row] for row in cells]
+            lines += [[f"<u>{cell.text}</u>" if cell.largest else cell.text for cell in row] for row in cells]
             parts += [f"## {title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
         advice = self.recommendation
         parts += ["## Recommendation", self.advice(), "\n".join(f"- {limit}" for limit in advice.limits)]
@@ -156,7 +161,7 @@ class Diagnosis:
             for heading in headings:
                 table.add_column(heading, justify="left" if heading == "Loop" else "right")
             for row in cells:
-                table.add_row(*(_underlined(cell, lambda text: f"[underline]{text}[/underline]") for cell in row))
+                table.add_row(*(Text(cell.text, style="underline" if cell.largest else "") for cell in row))
             shown.append(table)
         return shown
 
@@ -173,7 +178,3 @@ def shares_of(values: Sequence[float | None]) -> list[float | None]:
 def _largest(rows: Sequence[Row], measure: str) -> Row | None:
     known = [row for row in rows if row[measure] is not None]
     return max(known, key=lambda row: row[measure]) if len(known) > 1 else None
-
-
-def _underlined(cell: str, mark: Callable[[str], str]) -> str:
-    return mark(cell[1:-1]) if cell.startswith("_") else cell
