@@ -23,10 +23,8 @@ async def judge(prompts, completions, gold, url=None, model=None, concurrency=16
     url, model = url or os.environ.get("OPENAI_BASE_URL"), model or os.environ.get("JUDGE_MODEL")
     if not url or not model:
         raise ValueError("name the judge: args url and model, or OPENAI_BASE_URL and JUDGE_MODEL in the environment")
-    headers, slots = (
-        {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"},
-        asyncio.Semaphore(concurrency),
-    )
+    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
+    slots = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(seconds, pool=None)) as client:
 
         async def one(prompt, completion, answer):

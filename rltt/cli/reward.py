@@ -78,25 +78,16 @@ def try_out(
         raise UserError("rltt reward test: give --completions, --data, or both, or --recipe")
     if use is None and recipe is None:
         raise UserError("rltt reward test: name a reward function, or give --recipe")
-    given_here = {
-        key: value
-        for key, value in {"solved_at": solved_at, "timeout": timeout, "isolate": False if no_isolate else None}.items()
-        if value is not None
-    }
+    given = {"solved_at": solved_at, "timeout": timeout, "isolate": False if no_isolate else None}
+    keys = {key: value for key, value in given.items() if value is not None}
     args = _arguments(arg or [])
     resolved = None if recipe is None else load_recipe(recipe)
-    if resolved is None:
-        entries = [check(RewardEntry, {"use": use, "args": args, **given_here}, source="rltt reward test")]
-    else:
-        chosen = _of_recipe(resolved, use)
-        entries = [
-            check(
-                RewardEntry,
-                entry.model_dump(exclude_unset=True) | given_here | {"args": {**entry.args, **args}},
-                source="rltt reward test",
-            )
-            for entry in chosen
-        ]
+    written: list[dict[str, Any]] = [{"use": use}] if resolved is None else _of_recipe(resolved, use)
+    entries = [
+        check(RewardEntry, keyed | keys | {"args": keyed.get("args", {}) | args}, source="rltt reward test")
+        for keyed in written
+    ]
+    if resolved is not None:
         tokenizer = tokenizer or resolved.policy.path
 
     from rltt.data.sources import spread
@@ -114,13 +105,13 @@ def try_out(
     else:
         samples = read_samples(completions)
         samples = spread(samples if problems is None else with_data(samples, problems), limit)
-    given = None
+    loaded = None
     if tokenizer is not None and (resolved is None or _takes_tokenizer(entries)):
         from rltt.models.load import load_tokenizer
 
-        given = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer)
     with _prints_to_stderr():  # what the function prints must not stand between the lines of the result
-        reports = [try_reward(entry, samples, chat=chat, tokenizer=given) for entry in entries]
+        reports = [try_reward(entry, samples, chat=chat, tokenizer=loaded) for entry in entries]
     if as_json:
         found = [report.to_json() for report in reports]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False, indent=2, default=str))
@@ -141,14 +132,14 @@ def _arguments(given: list[str]) -> dict[str, Any]:
     return {key: yaml.safe_load(value) for key, _, value in (argument.partition("=") for argument in given)}
 
 
-def _of_recipe(recipe: "Recipe", use: str | None) -> "list[RewardEntry]":
-    """The rewards of a recipe, or the one that `use` names: as written there, or by its last part."""
+def _of_recipe(recipe: "Recipe", use: str | None) -> list[dict[str, Any]]:
+    """The keys of a recipe's rewards, or of the one that `use` names: as written there, or by its last part."""
     from rltt.errors import UserError
 
     found = [entry for entry in recipe.rewards if use in (None, entry.use, entry.use.rpartition(":")[2])]
     if not found:
         raise UserError(f"{use} is none of the recipe's rewards: {', '.join(entry.use for entry in recipe.rewards)}")
-    return found
+    return [entry.model_dump(exclude_unset=True) for entry in found]
 
 
 def _takes_tokenizer(entries: "list[RewardEntry]") -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from rltt.data.problems import Problem
 from rltt.errors import DataError, RewardError
 from rltt.rewards.extract import quoted
+from rltt.rewards.isolated import NoOutcome
 from rltt.rewards.outcome import Outcome, Status
 from rltt.rewards.pool import Pool
 from rltt.rewards.registry import RewardEntry, absolute_use, is_built_in, resolve_reward
@@ -157,15 +158,12 @@ def _called(reward: str, check: GoldCheck, golds: list[str]) -> list[Outcome]:
         raise RewardError(f"reward {reward!r}: its check_golds gave {len(outcomes)} outcomes for {len(golds)} golds.")
     for outcome in outcomes:
         if not isinstance(outcome, Outcome):
+            found = outcome if isinstance(outcome, NoOutcome) else NoOutcome.describing(outcome)
             raise RewardError(
-                f"reward {reward!r}: its check_golds gave {_shown(outcome)}; give an "
+                f"reward {reward!r}: its check_golds gave {found}; give an "
                 "rltt.rewards.Outcome for each gold, such as Outcome('right')."
             )
     return outcomes
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) and " " in value else f"{type(value).__name__} {repr(value)[:40]}"
 
 
 def _listed(head: str, bad: Sequence[BadGold], shown: int) -> str:

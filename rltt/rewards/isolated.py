@@ -23,6 +23,14 @@ def prepare(use: str, tokenizer_file: str) -> Callable[[dict[str, Any]], bytes]:
     return answer
 
 
+class NoOutcome(str):
+    """In words, what a gold check gave in place of an outcome, which may be nothing that can be sent."""
+
+    @classmethod
+    def describing(cls, value: object) -> "NoOutcome":
+        return cls(f"{type(value).__name__} {repr(value)[:40]}")
+
+
 def prepare_gold_check(use: str) -> Callable[[str], tuple[Any, str]]:
     """What answers one gold: what the function's `check_golds` gives for it, and the traceback when it raises."""
     check: Any = resolve_reward(use).check_golds  # type: ignore[attr-defined]
@@ -32,7 +40,6 @@ def prepare_gold_check(use: str) -> Callable[[str], tuple[Any, str]]:
             found = list(check([gold]))
         except BaseException as error:  # also sys.exit()
             return None, f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
-        # What is no outcome may be nothing that can be sent either: its description is.
-        return [one if isinstance(one, Outcome) else f"{type(one).__name__} {repr(one)[:40]}" for one in found], ""
+        return [one if isinstance(one, Outcome) else NoOutcome.describing(one) for one in found], ""
 
     return answer
