@@ -79,9 +79,9 @@ def decode(model: IQuestPLTCoderForCausalLM, loops: int, parallel: bool, prompt:
     cache = model.model.new_cache(loops)
     ids = torch.randint(model.config.vocab_size, (1, prompt))
     while True:
+        model.config.parallel_decode = parallel  # the cases take turns with one model
         start = time.perf_counter()
         for _ in range(tokens):
-            model.config.parallel_decode = parallel
             logits = model(ids, past_key_values=cache, loops=loops, logits_to_keep=1).logits
             ids = logits[:, -1:].argmax(-1)
         yield (time.perf_counter() - start) / tokens

@@ -13,7 +13,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
-FAMILIES = {"plt": "PLT", "looplm": "LoopLM"}
+FAMILIES = ("plt", "looplm")
 RECIPE = Path(__file__).with_name("study_loops.yaml")
 
 

@@ -1,8 +1,11 @@
-"""Runs in processes of their own that kill themselves at a chosen moment. Imported by those processes."""
+"""Runs in processes of their own that kill themselves at a chosen moment. Imported by tests and by those processes."""
 
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import socket
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +14,35 @@ from typing import Any
 from rltt import processes
 from rltt.recipe import load_recipe
 from rltt.train import run
+
+# Forked from one that has imported everything and started no thread.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["rltt.train.run", "deepspeed"])  # the latter where it is installed
+
+
+def ended(target: Callable[..., None], *args: Any) -> int | None:
+    """Exit status of a process that does something."""
+    process = PROCESSES.Process(target=target, args=args)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def both_ended(target: Callable[..., None], *args: Any) -> list[int]:
+    """Exit statuses of two processes that do something together. When one is killed, so is the other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = [PROCESSES.Process(target=one_of_two, args=(rank, port, target, *args)) for rank in range(2)]
+    for process in both:
+        process.start()
+    multiprocessing.connection.wait([process.sentinel for process in both], 120)
+    for process in both:
+        process.join(0 if any(other.exitcode == -signal.SIGKILL for other in both) else 60)
+        process.kill()  # as the launcher ends those that are left
+        process.join()
+    return [process.exitcode or 0 for process in both]
 
 
 def train(recipe: Path, overrides: list[str], moment: tuple[str, int, int] | None = None, rank: int = 0) -> None:

@@ -1,11 +1,7 @@
 """rollout.resample_uniform: uniform groups give way to fresh prompts, within a budget, at a cost that is told."""
 
 import json
-import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import killed
 import pytest
 import torch
 from datasets import Dataset
+from killed import both_ended, ended
 from transformers import PreTrainedTokenizerFast
 
 from rltt.data.arithmetic import arithmetic_problems
@@ -25,8 +22,6 @@ from rltt.train.trainer import RLTTTrainer
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 ROWS, PROMPTS, GROUP = 40, 8, 4
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["rltt.train.run", "deepspeed"])
 
 
 def odd_rows_are_mixed(completions: list[str], row: list[int], **_: Any) -> list[float]:
@@ -205,15 +200,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ended(folder: Path, path: Path, *overrides: str, moment: tuple[str, int, int] | None = None) -> int | None:
-    process = PROCESSES.Process(
-        target=killed.train, args=(folder / "tiny.yaml", [f"run_dir={path}", *overrides], moment)
-    )
-    process.start()
-    process.join(120)
-    return process.exitcode
-
-
 def metrics_of(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [{key: row[key] for key in row if "seconds/" not in key and key != "step_time"} for row in rows]
@@ -227,17 +213,18 @@ def rows_of(path: Path) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "run"
-    assert ended(folder, path) == 0
+    assert ended(killed.train, folder / "tiny.yaml", [f"run_dir={path}"]) == 0
     return path
 
 
 def test_a_killed_run_goes_on_with_the_same_fresh_prompts(folder: Path, whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "killed"
+    life = (killed.train, folder / "tiny.yaml", [f"run_dir={path}"])
     trainer = "rltt.train.trainer:RLTTTrainer"
     lives = [(f"{trainer}._compute_loss", 7), ("rltt.train.resample:Resampler._move", 2)]
     for function, count in lives:  # inside a rollout of two updates; among the rounds of one
-        assert ended(folder, path, moment=(function, count, signal.SIGKILL)) == -signal.SIGKILL
-    assert ended(folder, path) == 0
+        assert ended(*life, (function, count, signal.SIGKILL)) == -signal.SIGKILL
+    assert ended(*life) == 0
     assert metrics_of(path) == metrics_of(whole)
     assert sum(row["resample/replaced"] for row in metrics_of(whole)) > 4
     for file in (whole / "rollouts").iterdir():
@@ -248,12 +235,7 @@ def test_a_killed_run_goes_on_with_the_same_fresh_prompts(folder: Path, whole: P
 
 def test_two_processes_resample_as_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     """Groups of two in shares of eight completions each; the same groups are replaced by the same prompts."""
-    command = [sys.executable, "-m", "rltt", "train", str(folder / "tiny.yaml"), f"run_dir={tmp_path / 'two'}"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--num-processes", "2"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert both_ended(killed.train, folder / "tiny.yaml", [f"run_dir={tmp_path / 'two'}"]) == [0, 0]
     assert rows_of(tmp_path / "two") == rows_of(whole)
     one, two = metrics_of(whole), metrics_of(tmp_path / "two")
     for name in ("resample/prompts", "resample/rounds", "resample/replaced", "solve_rate", "reward", "mixed_groups"):

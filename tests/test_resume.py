@@ -3,11 +3,8 @@
 import fcntl
 import json
 import math
-import multiprocessing
-import multiprocessing.connection
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import killed
 import pytest
+from killed import both_ended, ended
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -49,9 +47,6 @@ REWARDS = """\
 def letters(completions, **kwargs):
     return [sum(map(ord, text)) % 7 / 3 for text in completions]
 """
-# Runs are killed in processes of their own, forked from one that has imported everything and started no thread.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["rltt.train.run", "deepspeed"])  # the latter where it is installed
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +64,6 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def summary_of(path: Path) -> dict[str, Any]:
     return json.loads((path / "summary.json").read_text())
-
-
-def ended(target: Callable[..., None], *args: Any) -> int | None:
-    process = PROCESSES.Process(target=target, args=args)
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode
 
 
 def assert_same(path: Path, whole: Path) -> None:
@@ -174,22 +161,6 @@ def test_a_second_sigterm_does_not_wait(folder: Path, tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- two processes, adapters
-
-
-def both_ended(target: Callable[..., None], *args: Any) -> list[int]:
-    """Exit statuses of two processes that do something together. When one is killed, so is the other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [PROCESSES.Process(target=killed.one_of_two, args=(rank, port, target, *args)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    multiprocessing.connection.wait([process.sentinel for process in processes], 120)
-    for process in processes:
-        process.join(0 if any(other.exitcode == -signal.SIGKILL for other in processes) else 60)
-        process.kill()  # as the launcher ends those that are left
-        process.join()
-    return [process.exitcode or 0 for process in processes]
 
 
 LORA = ["policy.lora={r: 4}", "objective={credit: uniform}", "train.sharding=zero3"]

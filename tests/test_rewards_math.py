@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import math_by_gold
-import math_cases
 import pytest
 from math_cases import RIGHT, WRONG
 
@@ -44,16 +43,17 @@ def test_wrong_answers(kind):
     assert not missed
 
 
-@pytest.mark.parametrize("cases", [math_by_gold.CASES, math_cases.BY_GOLD])
-def test_answers_to_one_gold(cases):
-    triples = [(gold, answer, answer in right) for gold, right, wrong in cases for answer in (*right, *wrong)]
+def test_answers_to_one_gold():
+    triples = [
+        (gold, answer, answer in right) for gold, right, wrong in math_by_gold.CASES for answer in (*right, *wrong)
+    ]
     outcomes = verify_math([gold for gold, _, _ in triples], [boxed(answer) for _, answer, _ in triples])
     found = list(zip(triples, outcomes, strict=True))
     assert not [pair for pair in found if pair[1].status not in ("right", "wrong", "unparseable")]
     assert not [pair for pair in found if (pair[1].status == "right") != pair[0][2]]
 
 
-@pytest.mark.parametrize(("gold", "completion", "right"), math_by_gold.COMPLETIONS + math_cases.COMPLETIONS)
+@pytest.mark.parametrize(("gold", "completion", "right"), math_by_gold.COMPLETIONS)
 def test_whole_completions(gold, completion, right):
     assert (statuses([gold], [completion]) == ["right"]) is right
 
