@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from rltt.data.arithmetic import arithmetic_problems
 from rltt.errors import CheckpointError
@@ -25,6 +25,7 @@ from rltt.train.checkpoint import (
     last_whole,
     rotate,
     verify,
+    write_manifest,
 )
 from rltt.train.config import RLTTConfig
 from rltt.train.trainer import RLTTTrainer
@@ -260,10 +261,58 @@ def test_fingerprints_tell_weights_and_rows_apart() -> None:
     [(None, {5}, [1, 2, 3, 4, 5]), (2, {5}, [4, 5]), (2, {1, 5}, [1, 5]), (1, {2, 5}, [2, 5]), (3, {2, 5}, [2, 4, 5])],
 )
 def test_the_newest_and_the_best_stay(tmp_path: Path, limit: int | None, keep: set[int], left: list[int]) -> None:
-    for step in range(1, 6):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+    made(tmp_path, 5)
     rotate(tmp_path, limit, keep)
     assert [checkpoint.step for checkpoint in checkpoints_in(tmp_path)] == left
+
+
+def made(folder: Path, count: int) -> None:
+    for step in range(1, count + 1):
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "model.safetensors").write_bytes(bytes(100))
+        write_manifest(checkpoint, step)
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "damaged", "left"),
+    [
+        (1, {5}, {5}, [4, 5]),  # the newest, right after it was written
+        (2, {5}, {4}, [3, 4, 5]),
+        (2, {5}, {3, 4}, [2, 3, 4, 5]),
+        (2, {2, 5}, {2, 5}, [2, 3, 4, 5]),  # the best is damaged, and left to be looked at
+        (2, {5}, {1, 2, 3, 4, 5}, [1, 2, 3, 4, 5]),
+        (2, {5}, {1, 2}, [4, 5]),
+    ],
+)
+def test_damaged_checkpoints_do_not_push_out_whole_ones(
+    tmp_path: Path, limit: int, keep: set[int], damaged: set[int], left: list[int]
+) -> None:
+    made(tmp_path, 5)
+    for step in damaged:
+        truncate(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    rotate(tmp_path, limit, keep)
+    assert [checkpoint.step for checkpoint in checkpoints_in(tmp_path)] == left
+
+
+def test_a_run_keeps_the_last_whole_checkpoint_beside_a_damaged_one(
+    make: Callable[..., RLTTTrainer], tmp_path: Path
+) -> None:
+    """Every checkpoint but the first is damaged while the run that wrote it goes on."""
+    out = tmp_path / "out"
+
+    class Damage(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step > 1:
+                truncate(out / f"checkpoint-{state.global_step}" / "optimizer.pt")
+
+    trainer = make(max_steps=4, save_total_limit=2)
+    trainer.add_callback(Damage())
+    trainer.train()
+    found, wrong = last_whole(out)
+    assert found is not None
+    assert found.step == 1
+    assert len(wrong) == 3
 
 
 # ------------------------------------------------------------------------------------------------- what can go wrong

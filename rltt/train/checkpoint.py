@@ -60,8 +60,11 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(path, int(match[1])) for match, path in found), key=lambda checkpoint: checkpoint.step)
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, contents: bool = True) -> None:
     """Compare every file with the manifest.
+
+    Args:
+        contents: read them all; without it sizes are compared, which takes no time.
 
     Raises:
         CheckpointError: a file is missing, or is not as it was written; the message names it.
@@ -78,7 +81,7 @@ def verify(path: Path) -> None:
             size = file.stat().st_size
             if size != wanted["size"]:
                 raise CheckpointError(f"{file}: has {size:,} bytes, but {wanted['size']:,} were written")
-            if _sha256(file) != wanted["sha256"]:
+            if contents and _sha256(file) != wanted["sha256"]:
                 raise CheckpointError(f"{file}: its content is not what was written (SHA-256 differs)")
         except FileNotFoundError:
             raise CheckpointError(f"{file}: is missing") from None
@@ -349,13 +352,33 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def rotate(folder: Path, limit: int | None, keep: set[int]) -> None:
-    """Remove the oldest checkpoints beyond `limit`, but none of the steps in `keep`. None or 0 is no limit."""
+    """Remove the oldest checkpoints beyond `limit` whole ones, but none of the steps in `keep`.
+
+    Damaged ones do not count: they go when as many whole ones as `limit` are newer. What makes one whole here is the
+    size of its files; the newest was read when its manifest was written, right before this.
+
+    Args:
+        limit: None or 0 is no limit.
+    """
     if not limit:
         return
     present = checkpoints_in(folder)
-    removable = [checkpoint for checkpoint in present if checkpoint.step not in keep]
-    for checkpoint in removable[: max(0, len(present) - limit)]:
-        shutil.rmtree(checkpoint.path, ignore_errors=True)
+    room = limit - sum(_sizes_are_right(kept.path) for kept in present if kept.step in keep)
+    for checkpoint in reversed(present):
+        if checkpoint.step in keep:
+            continue
+        if room > 0:
+            room -= _sizes_are_right(checkpoint.path)
+        else:
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+def _sizes_are_right(path: Path) -> bool:
+    try:
+        verify(path, contents=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------ fingerprints
