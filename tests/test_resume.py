@@ -69,10 +69,13 @@ def summary_of(path: Path) -> dict[str, Any]:
 def assert_same(path: Path, whole: Path) -> None:
     """The run in `path` ended as the whole one: weights, rows, rollouts, evaluations."""
     for name in ("start", "policy"):
-        found, wanted = (load_file(next((run / name).glob("*.safetensors"))) for run in (path, whole))
-        assert found.keys() == wanted.keys()
-        for key, weight in wanted.items():
-            assert weight.equal(found[key]), f"{name}: {key}"
+        files = [sorted(file.relative_to(run) for file in (run / name).rglob("*.safetensors")) for run in (path, whole)]
+        assert files[0] == files[1] != []
+        for file in files[1]:
+            found, wanted = (load_file(run / file) for run in (path, whole))
+            assert found.keys() == wanted.keys()
+            for key, weight in wanted.items():
+                assert weight.equal(found[key]), f"{file}: {key}"
     for name in ("pretrain.jsonl", "metrics.jsonl"):
         assert (path / name).is_file() == (whole / name).is_file()
         assert not (path / name).is_file() or rows_of(path / name) == rows_of(whole / name)
@@ -163,16 +166,39 @@ def test_a_second_sigterm_does_not_wait(folder: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- two processes, adapters
 
 
-LORA = ["policy.lora={r: 4}", "objective={credit: uniform}", "train.sharding=zero3"]
+ADAPTER = ["policy.lora={r: 4}", "objective={credit: uniform}"]
+ADAPTER_A_LOOP = ["policy.lora={r: 4, per_loop: true}", "objective={credit: uniform}"]
 
 
-@pytest.mark.parametrize(
-    "layout", [["train.sharding=ddp"], ["train.sharding=zero3"], LORA], ids=["ddp", "zero3", "zero3 and adapters"]
-)
+@pytest.mark.parametrize("adapters", [ADAPTER, ADAPTER_A_LOOP], ids=["one adapter", "one a loop"])
+def test_a_run_of_adapters_that_is_killed_ends_as_the_whole_one(
+    folder: Path, tmp_path: Path, adapters: list[str]
+) -> None:
+    overrides = [*adapters, "pretrain=null", "data.eval=null", "evaluate={}", "train.max_steps=7"]
+    assert ended(killed.train, folder / "tiny.yaml", [*overrides, f"run_dir={tmp_path / 'whole'}"]) == 0
+    life = (killed.train, folder / "tiny.yaml", [*overrides, f"run_dir={tmp_path / 'cut'}"])
+    for what, function, count in LIVES[2:4]:
+        assert ended(*life, (function, count, signal.SIGKILL)) == -signal.SIGKILL, what
+    assert ended(*life) == 0
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+    saved = list((tmp_path / "cut" / "policy").rglob("adapter_model.safetensors"))
+    assert len(saved) == (2 if adapters is ADAPTER_A_LOOP else 1)
+
+
+LAYOUTS = {
+    "ddp": ["train.sharding=ddp"],
+    "zero3": ["train.sharding=zero3"],
+    "ddp and an adapter a loop": [*ADAPTER_A_LOOP, "train.sharding=ddp"],
+    "zero2 and adapters": [*ADAPTER, "train.sharding=zero2"],
+    "zero3 and adapters": [*ADAPTER, "train.sharding=zero3"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_processes_that_are_cut_off_end_as_if_they_had_not_been(
     folder: Path, tmp_path: Path, layout: list[str]
 ) -> None:
-    if "train.sharding=zero3" in layout:
+    if "train.sharding=ddp" not in layout:
         pytest.importorskip("deepspeed")
     overrides = [*layout, "pretrain=null", "train.per_device_train_batch_size=2", "train.max_steps=7"]
     assert both_ended(killed.train, folder / "tiny.yaml", [*overrides, f"run_dir={tmp_path / 'whole'}"]) == [0, 0]

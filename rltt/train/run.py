@@ -8,10 +8,9 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -87,8 +86,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
     console = make_console()
     say = warning_on(console)
     previous = unfinished(recipe, resume, accept, say)
-    ready = prepare(recipe, console)
-    policy, rewards, dataset, eval_dataset = ready.policy, ready.rewards, ready.dataset, ready.eval_dataset
+    policy, rewards, dataset, eval_dataset, config = prepare(recipe, console)
     responses = None if recipe.pretrain is None else learnable(policy, dataset)
     describe_policy(policy, console)
 
@@ -101,6 +99,8 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
             policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console, asked)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
+            wait_for_everyone()
+            policy = started(recipe, policy, run)
         trainer: RLTTTrainer | None = None
 
         def evaluate(seed: int) -> EvalResult:
@@ -122,7 +122,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
             tracker.log_rollouts(rows[0]["step"], rows)
 
         adapted = with_lora(recipe, policy, run)
-        trainer = make_trainer(ready.config, adapted, dataset, rewards, write_rollouts)
+        trainer = make_trainer(config, adapted, dataset, rewards, write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         verdict = live_verdict(recipe, run, console)
         verdict.alert = tracker.alert
@@ -147,8 +147,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
     return run.path
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """All that training needs, loaded and checked against each other."""
 
     policy: Policy
@@ -312,7 +311,11 @@ def warm_start(
 
 
 def started(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
-    """The policy in `start/`."""
+    """The policy in `start/`.
+
+    Also for the run that made it: a file puts weights at other places in memory, where the same products are rounded
+    otherwise, and a run that goes on from the file would not be the whole one to the bit.
+    """
     with whole_weights():
         model = load_policy(str(run.path / "start"), attn_implementation=recipe.policy.attn_implementation)
     return Policy(model, policy.tokenizer)
