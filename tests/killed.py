@@ -11,7 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rltt import processes
+from datasets import Dataset
+
+from rltt import RLTTConfig, RLTTTrainer, load_policy, load_tokenizer, processes
+from rltt.data.arithmetic import arithmetic_problems
 from rltt.recipe import load_recipe
 from rltt.train import run
 
@@ -94,6 +97,35 @@ def half_a_row(recipe: Path, overrides: list[str]) -> None:
 
     run.RunDirectory.log_metrics = half  # type: ignore[method-assign]
     train(recipe, overrides)
+
+
+def own_script(policy: Path, out: Path, steps: int, resume: bool) -> None:
+    """Train without a recipe, as a script of one's own does, with a checkpoint of each step."""
+    problems = arithmetic_problems(1, 8, "train")
+    args = RLTTConfig(
+        str(out),
+        credit="uniform",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=steps,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        save_steps=1,
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
+    trainer = RLTTTrainer(
+        load_policy(str(policy)),
+        lambda completions, **_: [sum(map(ord, completion)) % 7 / 3 for completion in completions],
+        args,
+        Dataset.from_dict({"prompt": [problem.prompt for problem in problems]}),
+        processing_class=load_tokenizer(str(policy)),
+    )
+    trainer.train(resume_from_checkpoint=resume)
 
 
 def twice(recipe: Path, overrides: list[str]) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -216,6 +217,16 @@ def test_two_processes_that_are_cut_off_end_as_if_they_had_not_been(
     assert both_ended(*life, moment, 0) == [-signal.SIGKILL, -signal.SIGKILL]
     assert both_ended(*life) == [0, 0]
     assert_same(path, tmp_path / "whole")
+
+
+def test_two_processes_of_a_script_of_ones_own_go_on(tiny_ouro: Path, tmp_path: Path) -> None:
+    """As torchrun starts them, without GPUs: accelerate then names a device to which torch loads nothing."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert both_ended(killed.own_script, tiny_ouro, whole, 4, False) == [0, 0]
+    shutil.copytree(whole / "checkpoint-2", cut / "checkpoint-2")
+    assert both_ended(killed.own_script, tiny_ouro, cut, 4, True) == [0, 0]
+    found, wanted = (load_file(out / "checkpoint-4" / "model.safetensors") for out in (cut, whole))
+    assert all(weight.equal(found[name]) for name, weight in wanted.items())
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])

@@ -127,6 +127,15 @@ class RLTTConfig(GRPOConfig):
             )
 
     @property
+    def device(self) -> torch.device:
+        """As in transformers. Of several processes without GPUs each is on `cpu`.
+
+        accelerate says `cpu:0`, a place to which torch loads no checkpoint.
+        """
+        found = super().device
+        return torch.device("cpu") if found.type == "cpu" else found
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """What forward passes compute in, over fp32 weights."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
