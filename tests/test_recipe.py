@@ -123,6 +123,50 @@ def test_overrides(write, overrides, read, expected):
     assert read(load_recipe(write(BASE), overrides)) == expected
 
 
+EVALUATED = (
+    BASE
+    + """
+evaluate: {every: 5, num_generations: 2, temperature: 0}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "dropped"),
+    [
+        (EVALUATED, ["data.eval=null"], ["evaluate.every", "evaluate.num_generations", "evaluate.temperature"]),
+        (BASE.replace("seed: 0", "save_total_limit: 7"), ["train.save_steps=null"], ["train.save_total_limit"]),
+        (
+            BASE.replace("exit_pdf", "progressive, credit_alpha: 2"),
+            ["objective.credit=final"],
+            ["objective.credit_alpha"],
+        ),
+        (
+            EVALUATED + "pretrain: {stop_at_solve_rate: 0.5, check_every: 5}",
+            ["pretrain.stop_at_solve_rate=null", "data.eval=null"],
+            ["pretrain.check_every", "evaluate.every"],
+        ),
+    ],
+)
+def test_keys_of_the_file_that_an_override_leaves_without_effect_are_dropped(write, text, overrides, dropped):
+    recipe, default = load_recipe(write(text), overrides), load_recipe(write(BASE), ["pretrain={}"])
+    for key in dropped:
+        section, name = key.split(".")
+        assert getattr(getattr(recipe, section), name) == getattr(getattr(default, section), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "key"),
+    [
+        (EVALUATED, ["data.eval=null", "evaluate.every=3"], "evaluate.every"),
+        (EVALUATED, ["evaluate={every: 3}", "data.eval=null"], "evaluate.every"),
+        (BASE.replace("seed: 0", "save_steps: null, save_total_limit: 7"), ["train.seed=3"], "train.save_total_limit"),
+    ],
+)
+def test_keys_without_effect_are_refused_where_they_were_given(write, text, overrides, key):
+    assert message(write(text), *overrides).startswith(f"r.yaml: {key}: has no effect unless")
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rltt.errors import RecipeError
 from rltt.recipe.messages import found, problems_of
 from rltt.recipe.schema import Recipe
-from rltt.recipe.section import Section, section_at
+from rltt.recipe.section import Idle, Section, section_at
 from rltt.recipe.yaml_dialect import parse_yaml
 
 S = TypeVar("S", bound=Section)
@@ -18,13 +18,24 @@ S = TypeVar("S", bound=Section)
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at `path` and apply `overrides`, such as `train.learning_rate=1e-5`, from left to right.
 
+    Keys of the file that an override leaves without effect, such as those of an evaluation without data, are dropped.
     Relative paths of data files, reward files and checkpoints that do not exist from the current directory are looked
     for in the recipe's folder. Raises `RecipeError` with one line for each problem.
     """
     path = Path(path)
     values = _read(path)
-    for override in overrides:
-        _apply(values, override)
+    if overrides:
+        idle_in_file = _idle_keys(values)
+        for override in overrides:
+            _apply(values, override)
+        given = tuple(override.partition("=")[0] for override in overrides)
+        while left_idle := {
+            key
+            for key in _idle_keys(values) - idle_in_file
+            if not any(key == by or key.startswith(f"{by}.") for by in given)
+        }:
+            for key in left_idle:
+                _drop(values, key)
     return check(Recipe, values, source=str(path), folder=path.parent)
 
 
@@ -35,6 +46,23 @@ def check(section: type[S], values: Any, *, source: str, folder: Path | None = N
     except ValidationError as error:
         problems = [problem for details in error.errors() for problem in problems_of(details, section)]
         raise RecipeError("\n".join(f"{source}: {key}: {message}" for key, message in problems)) from None
+
+
+def _idle_keys(values: dict[str, Any]) -> set[str]:
+    """Keys that have no effect, outside of lists, into which overrides do not reach."""
+    try:
+        Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [problem for details in error.errors() for problem in problems_of(details, Recipe)]
+        return {key for key, message in problems if isinstance(message, Idle) and "[" not in key}
+    return set()
+
+
+def _drop(values: dict[str, Any], key: str) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values[parent]
+    del values[last]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -30,6 +30,10 @@ class ConflictError(ValueError):
         self.problems = problems
 
 
+class Idle(str):
+    """What is wrong with a key that has no effect."""
+
+
 class Section(BaseModel):
     """A mapping of the recipe: strict, frozen, and closed to unknown keys."""
 
@@ -48,7 +52,7 @@ class Section(BaseModel):
         """Yield those of `keys` that the user changed although they have no effect here."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
-                yield key, f"has no effect unless {unless}; change that or remove the key"
+                yield key, Idle(f"has no effect unless {unless}; change that or remove the key")
 
     @model_validator(mode="before")
     @classmethod
