@@ -422,6 +422,19 @@ def test_command(tiny_ouro: Path, tmp_path: Path) -> None:
     assert (out / "diagnostics.json").read_bytes() == before
 
 
+def test_a_terminal_of_80_columns_shows_every_heading(shared_data: Path, tmp_path: Path) -> None:
+    golden = shared_data / "golden" / "loopcoder-v2"  # has all measures
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": list(range(1, 20))}])
+    options = ["diagnose", str(golden), "--data", str(rows), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, options, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.output
+    tables = [line for line in result.output.splitlines() if line.startswith("┃")]
+    for heading in ("δ^(r)", "att. entropy", "head sim.", "gate", "Ω^(r)", "FP gap", "true token", "peak tokens"):
+        assert any(heading in line for line in tables), heading
+    assert result.stderr == ""
+
+
 def test_one_loop(tiny_ouro: Path, tmp_path: Path) -> None:
     result = run(tiny_ouro, "--data", "arithmetic", "--out", tmp_path / "one", "--limit", 2, "--loops", 1)
     assert result.exit_code == 0, result.output
