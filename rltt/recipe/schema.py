@@ -414,6 +414,8 @@ class TelemetrySection(Section):
     """Where the numbers are sent besides the run directory; Trackio's page opens with `rltt dashboard`."""
     on_stalled: Literal["warn", "stop"] = "warn"
     """When the verdict is that the policy will not move: say so, or end the run as well."""
+    diagnose_every: Count | None = 10
+    """Steps between measures of what each loop does, on 8 rows of data.eval or data.holdout; null: none."""
 
 
 class PretrainSection(Section):
@@ -508,6 +510,9 @@ class Recipe(Section):
                 "every", "num_generations", "temperature", "batch_size", unless="data.eval or data.holdout is given"
             ):
                 yield f"evaluate.{key}", message
+            if self.telemetry.diagnose_every is not None:
+                for key, message in self.telemetry.idle("diagnose_every", unless="data.eval or data.holdout is given"):
+                    yield f"telemetry.{key}", message
         if self.policy.lora:
             yield from self._lora_problems(self.policy.lora)
         if self.policy.new:

@@ -39,6 +39,7 @@ from .callbacks import MetricsCallback, PretrainMetricsCallback, held_out_metric
 from .config import RLTTConfig
 from .console import ProgressCallback
 from .faults import NonFiniteError
+from .loop_telemetry import LoopTelemetry, held_out_texts
 from .plan import plan
 from .policy import (
     Policy,
@@ -123,6 +124,10 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
 
         adapted = with_lora(recipe, policy, run)
         trainer = make_trainer(ready.config, adapted, dataset, rewards, write_rollouts)
+        diagnose_every = recipe.telemetry.diagnose_every
+        if eval_dataset is not None and diagnose_every is not None:
+            texts = held_out_texts(eval_dataset, policy.tokenizer, policy.model.config.max_position_embeddings)
+            trainer.add_callback(LoopTelemetry(trainer, texts, diagnose_every, trainer.note))
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         verdict = live_verdict(recipe, run, console)
         verdict.alert = tracker.alert
