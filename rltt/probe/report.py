@@ -1,5 +1,6 @@
 """What a probe found, for a person and as JSON, and what it suggests to change in the recipe."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -114,7 +115,7 @@ class Report:
     def _group(self, size: int) -> Group:
         mixed = mixed_share(self.counts, size)
         prompts = self.recipe.train.prompts_per_step
-        useful = mixed and Mean(prompts * mixed.value, None if mixed.stderr is None else prompts * mixed.stderr)
+        useful = mixed and Mean(prompts * mixed.value, mixed.stderr and prompts * mixed.stderr)
         return Group(size, mixed, useful)
 
     @cached_property
@@ -139,7 +140,8 @@ class Report:
     def _subset(self, value: str, results: list[Result]) -> Subset:
         rates = Mean.over_prompts([result.solved / result.graded for result in results])
         counts = [(result.graded, result.solved) for result in results]
-        return Subset(value, len(results), rates, self.largest and mixed_share(counts, self.largest.size))
+        mixed = None if self.largest is None else mixed_share(counts, self.largest.size)
+        return Subset(value, len(results), rates, mixed)
 
     # --------------------------------------------------------------------------------------------------- suggestions
 
@@ -214,7 +216,7 @@ class Report:
             "truncated": mean(self.truncated),
             "mean_length": fmean(result.tokens for result in self.results),
             "outcomes": self.outcomes,
-            "histogram": [{"from": low, "to": high, "prompts": count} for low, high, count in histogram(self.rates)],
+            "histogram": [{"low": low, "high": high, "prompts": count} for low, high, count in histogram(self.rates)],
             "group_size": self.group_size,
             "prompts_per_step": self.recipe.train.prompts_per_step,
             "groups": [
@@ -258,7 +260,7 @@ class Report:
                 yield f"{name.removeprefix('reward/'):<11} {share:.3f}"
         yield from ("", "solved      prompts")
         for low, high, count in histogram(self.rates):
-            label = {(0, 0): "never", (1, 1): "always"}.get((low, high), f"{low:.0%} to {high:.0%}")
+            label = {(0.0, 0.0): "never", (1.0, 1.0): "always"}.get((low, high), f"{low:.0%} to {high:.0%}")
             share = count / max(1, len(self.rates))
             yield f"{label:<11} {count:>6}  {share:>4.0%}  {'█' * round(share * _BAR)}".rstrip()
         yield from ("", f"group  mixed groups    useful prompts of {self.recipe.train.prompts_per_step} a step")
@@ -285,7 +287,8 @@ class Report:
         yield ""
         if self.suggestions:
             yield "suggestions, to be put after `rltt train recipe.yaml`:"
-            yield from (f"  {change}" for change in self.suggestions)
+            for change in self.suggestions:  # a shell would take brackets for a pattern
+                yield f"  {change if change.override is None else Change(shlex.quote(change.override), change.advice)}"
         elif self.largest is not None and self.largest.mixed is not None:
             now = f"{self.largest.mixed.value:.0%} of the groups are mixed"
             yield f"no change suggested: {now}, and {MIXED_AIM:.0%} is enough"
