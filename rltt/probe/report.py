@@ -13,7 +13,8 @@ from datasets import Dataset
 from ..evaluate import Mean
 from ..recipe import Recipe
 from ..telemetry import Change, flat
-from ..telemetry.changes import easier, harder
+from ..telemetry.causes import CUT, UNREAD
+from ..telemetry.changes import BOXED_TEMPLATE, easier, harder
 from ..telemetry.signals import MIXED_ENOUGH
 from .estimate import histogram, mixed_share
 from .results import Result
@@ -147,13 +148,28 @@ class Report:
 
     @cached_property
     def suggestions(self) -> list[Change]:
-        """What would give more prompts a gradient; none where at least `MIXED_AIM` of the groups are mixed."""
+        """What keeps completions from being graded, and what would give more prompts a gradient.
+
+        Nothing of the latter where at least `MIXED_AIM` of the groups are mixed.
+        """
+        found = list(self._form())
         if self.solve_rate is None or self.largest is None or self.largest.mixed is None:
-            return []
+            return found
         now = self.largest.mixed.value
-        if now >= MIXED_AIM:
-            return []
-        return [*self._larger_groups(now), *self._filter(), *self._another_level(now), *self._another_start(now)]
+        if now < MIXED_AIM:
+            found += [*self._larger_groups(now), *self._filter(), *self._another_level(now)]
+        if now < MIXED_ENOUGH:
+            settings = flat(self.recipe.model_dump())
+            found.append(easier(settings) if self.solve_rate.value < 0.5 else harder(settings))
+        return found
+
+    def _form(self) -> Iterator[Change]:
+        limit, template = self.recipe.rollout.max_completion_length, self.recipe.data.prompt_template
+        unread = max((share for name, share in self.outcomes.items() if name.endswith("/unparseable")), default=0.0)
+        if self.truncated.value >= CUT:
+            yield Change(f"rollout.max_completion_length={2 * limit}", f"now {limit}: completions do not fit")
+        elif unread >= UNREAD and "boxed" not in template:
+            yield Change(f'data.prompt_template="{BOXED_TEMPLATE}"', "asks for the answer in the form that is graded")
 
     def _larger_groups(self, now: float) -> Iterator[Change]:
         per_device = self.recipe.train.per_device_train_batch_size or 1
@@ -189,13 +205,6 @@ class Report:
                     f"data: the prompts with {name} {best.value!r} have {mixed.value:.0%} mixed groups, all have "
                     f"{now:.0%}; a file of these rows alone would give more of a step a gradient",
                 )
-
-    def _another_start(self, now: float) -> Iterator[Change]:
-        assert self.solve_rate is not None
-        if now >= MIXED_ENOUGH:
-            return
-        settings = flat(self.recipe.model_dump())
-        yield easier(settings) if self.solve_rate.value < 0.5 else harder(settings)
 
     # -------------------------------------------------------------------------------------------------------- output
 
@@ -278,6 +287,9 @@ class Report:
             samples = min((n for n, _ in self.counts if n), default=0)
             sizes = ", ".join(map(str, missing))
             yield f"{sizes}: not known from {samples} graded samples of a prompt; --samples {missing[0]} tells"
+        if self.largest is not None and self.largest.mixed is not None and self.largest.mixed.value == 0:
+            few = 3 / len(self.rates)  # the rule of three: 95 % of samples from a larger share have one
+            yield f"none of {len(self.rates)} prompts is mixed, which leaves room for {min(few, 1):.0%} of them (95 %)"
         for name, subsets in self.subsets.items():
             assert self.largest is not None
             width = max(len(name), *(len(subset.value) for subset in subsets))

@@ -19,8 +19,6 @@ from .report import Report, subsets_of
 from .results import Result, Results, row_id
 from .start import probed, start_of
 
-DEFAULT_PROMPTS = 256
-
 
 def probe(recipe: Recipe, prompts: int, samples: int | None, console: Console) -> Report:
     """Sample `prompts` training prompts, spread evenly over the data, and report how often they are solved.
@@ -50,18 +48,19 @@ def probe(recipe: Recipe, prompts: int, samples: int | None, console: Console) -
             num_iterations=1,
             max_steps=1,
         )
-        alone = alone.model_copy(update={"rollout": alone.rollout.model_copy(update={"num_generations": samples})})
+        alone = alone.model_copy(
+            update={
+                "data": recipe.data.model_copy(update={"filter": None}),
+                "rollout": recipe.rollout.model_copy(update={"num_generations": samples, "resample_uniform": False}),
+            }
+        )
         ready = prepare(alone, console)
         dataset = ready.dataset
         ids = [row_id(example) for example in dataset]
         chosen = spread(range(len(dataset)), prompts)
         todo = [index for index in chosen if not _known(results, ids[index], samples)]
-        _say(
-            console,
-            f"{len(chosen)} of {len(dataset)} training prompts: {len(chosen) - len(todo)} known from {results.path}"
-            if len(todo) < len(chosen)
-            else f"{len(chosen)} of {len(dataset)} training prompts",
-        )
+        known = f", {len(chosen) - len(todo)} known from {results.path}" if len(todo) < len(chosen) else ""
+        _say(console, f"{len(chosen)} of {len(dataset)} training prompts{known}")
         if todo:
             policy = start_of(alone, ready, console)
             trainer = make_trainer(ready.config, policy, dataset, ready.rewards)
@@ -75,11 +74,11 @@ def probe(recipe: Recipe, prompts: int, samples: int | None, console: Console) -
                     left = seconds / done * (len(todo) - done)
                     _say(console, f"sampled {done}/{len(todo)} prompts in {seconds:.0f} s, about {left:.0f} s left")
     index_of = {identifier: index for index, identifier in enumerate(ids)}
-    known = {index_of[key]: result for key, result in results.known.items() if key in index_of}
-    rows = sorted(known)
+    of_row = {index_of[key]: result for key, result in results.known.items() if key in index_of}
+    rows = sorted(of_row)
     return Report(
         recipe,
-        [known[index] for index in rows],
+        [of_row[index] for index in rows],
         {name: [values[index] for index in rows] for name, values in subsets_of(dataset).items()},
         rows_in_all=len(dataset),
         cache=results.path,

@@ -10,20 +10,13 @@ from ..train.run_directory import RunDirectory
 
 
 def probed(recipe: Recipe, folder: str, **train: object) -> Recipe:
-    """The recipe as a probe runs it: alone, in a folder that is thrown away, on all rows, without checkpoints.
+    """The recipe as a probe runs it: alone, in a folder that is thrown away, without checkpoints.
 
     Args:
         train: further keys of the train section.
     """
     alone = {"sharding": "none", "offload": "none", "deepspeed": None, "save_steps": None, "warmup_steps": 0}
-    return recipe.model_copy(
-        update={
-            "run_dir": folder,
-            "data": recipe.data.model_copy(update={"filter": None}),
-            "rollout": recipe.rollout.model_copy(update={"resample_uniform": False}),
-            "train": recipe.train.model_copy(update=alone | train),
-        }
-    )
+    return recipe.model_copy(update={"run_dir": folder, "train": recipe.train.model_copy(update=alone | train)})
 
 
 def start_of(recipe: Recipe, ready: Ready, console: Console) -> Policy:
@@ -34,9 +27,11 @@ def start_of(recipe: Recipe, ready: Ready, console: Console) -> Policy:
     """
     if recipe.pretrain is None:
         return ready.policy
-    responses = learnable(ready.policy, ready.dataset)
+    responses = learnable(ready.policy, ready.unfiltered)
     run = RunDirectory(recipe)
     try:
-        return warm_start(recipe, ready.policy, ready.dataset, responses, ready.rewards[0], run, console, Preemption())
+        return warm_start(
+            recipe, ready.policy, ready.unfiltered, responses, ready.rewards[0], run, console, Preemption()
+        )
     finally:
         run.close("finished")

@@ -123,7 +123,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
             run.write_rollouts(rows)
             tracker.log_rollouts(rows[0]["step"], rows)
 
-        adapted = with_lora(recipe, policy, run)
+        adapted = with_lora(recipe, policy)
         trainer = make_trainer(ready.config, adapted, dataset, rewards, write_rollouts)
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         verdict = live_verdict(recipe, run, console)
@@ -411,12 +411,12 @@ def make_trainer(
     )
 
 
-def with_lora(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
+def with_lora(recipe: Recipe, policy: Policy) -> Policy:
     """The policy as RL trains it: with adapters where the recipe asks for them."""
     lora = recipe.policy.lora
     if lora is None:
         return policy
-    start = run.path / "start"  # what is not simply the recipe's checkpoint
+    start = recipe.run_directory / "start"  # what is not simply the recipe's checkpoint
     moved = recipe.pretrain is not None or recipe.policy.path is None or recipe.policy.convert is not None
     base = str(start.resolve()) if moved else str(recipe.policy.path)
     if Path(base).exists():
