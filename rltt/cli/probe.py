@@ -10,6 +10,8 @@ from rltt.cli.train import RecipeArgument
 from rltt.errors import UserError
 
 if TYPE_CHECKING:
+    from rltt.probe.rate_report import RateReport
+    from rltt.probe.report import Report
     from rltt.recipe import Recipe
 
 PROMPTS, STEPS = 256, 5
@@ -68,6 +70,7 @@ def probe(
     from rltt.files import write_text
 
     console = Console(stderr=True)
+    report: Report | RateReport
     if lr:
         from rltt.probe.learning_rates import probe_rates
 

@@ -7,6 +7,7 @@ and random numbers are put back.
 import copy
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -84,10 +85,7 @@ def back_to_start(trainer: RLTTTrainer, start: dict[str, Tensor], before: dict[s
 
 def _rows(trainer: RLTTTrainer) -> list[dict[str, Any]]:
     """Train, and return the metrics of each step."""
-    with unscored_told_once():
-        try:
-            trainer.train()
-        except NonFiniteError:  # is seen in the rows
-            pass
+    with unscored_told_once(), suppress(NonFiniteError):  # which is seen in the rows
+        trainer.train()
     log = trainer.state.log_history
     return [finite(metrics_row(row["step"], row)) for row in log if "loss" in row]

@@ -1,14 +1,16 @@
 """Which learning rate a probe recommends, and why. Numbers only.
 
 KL grows like (learning rate · steps)² at first and slows down as the policy leaves its start. In the 25 healthy runs of
-benchmarks/verdicts (80 steps), KL after 5 updates was a · rate² within a factor of 2.2, up to a KL of 0.03. Where it was
-above 0.01, it then grew to the end like the steps to the power 0.1 to 0.6; where it was below 0.003, 0.9 to 1.8.
+benchmarks/verdicts (80 steps), KL after 5 updates went like the square of the rate within a factor of 2.2, up to a KL
+of 0.03. Where it was above 0.01, it then grew to the end like the steps to the power 0.1 to 0.6; where it was below
+0.003, to the power 0.9 to 1.8.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -113,7 +115,8 @@ class Recommendation:
     """A learning rate, and the bounds between which the right one may lie.
 
     Attributes:
-        expected_kl: at the end of the run; `low` and `high` reach `KL_AIM` if it grows as fast, or as slowly, as it may.
+        low, high: reach `KL_AIM` if KL grows as fast, or as slowly, as it may.
+        expected_kl: at the end of the run.
         reason: how it was found.
     """
 
@@ -156,7 +159,7 @@ class RateReport:
 
     @cached_property
     def recommended(self) -> Recommendation | None:
-        """The rate at which KL is expected to reach `KL_AIM` by the end of the run; None where no rate moved the policy.
+        """The rate at which KL should reach `KL_AIM` by the end of the run; None where none moved the policy.
 
         Between two rates that were tried log KL is a straight line in log rate, beyond them KL is proportional to the
         square of the rate.
@@ -170,10 +173,10 @@ class RateReport:
         if bound is not None and rate > bound:
             rate, reason = bound, f"{BELOW_UNSTABLE:g} times below {bound * BELOW_UNSTABLE:g}, which is unstable"
         elif not tried[0] <= rate <= tried[-1]:
-            near = min(max(rate, tried[0] / FARTHEST), tried[-1] * FARTHEST)
-            reason += " by the square of the rate" if near == rate else ""
-            reason += ", beyond the rates that were tried: probe there too"
-            rate = near
+            rate = min(max(rate, tried[0] / FARTHEST), tried[-1] * FARTHEST)
+            reason = (
+                "towards " + reason.replace(" expected", "") + ", beyond the rates that were tried: probe there too"
+            )
         rate = nice(rate)
         if bound is not None and rate > bound:
             rate = nice(rate / 2)
@@ -188,23 +191,11 @@ class RateReport:
 
     def _reaching(self, kl: float) -> float:
         """The learning rate at which the probe would have come to a KL."""
-        points = [(math.log(trial.rate), math.log(trial.kl)) for trial in self.stable if trial.kl]
-        aim = math.log(kl)
-        for (left, below), (right, above) in zip(points, points[1:], strict=False):
-            if below <= aim <= above and above > below:
-                return math.exp(left + (right - left) * (aim - below) / (above - below))
-        nearest = points[0] if aim < points[0][1] else points[-1]
-        return math.exp(nearest[0] + (aim - nearest[1]) / 2)
+        return _along([(trial.kl or 0.0, trial.rate) for trial in self.stable], kl, power=1 / 2)
 
     def _kl_at(self, rate: float) -> float:
-        """KL of the probe at a rate: the inverse of `_reaching`."""
-        points = [(math.log(trial.rate), math.log(trial.kl)) for trial in self.stable if trial.kl]
-        at = math.log(rate)
-        for (left, below), (right, above) in zip(points, points[1:], strict=False):
-            if left <= at <= right and right > left:
-                return math.exp(below + (above - below) * (at - left) / (right - left))
-        nearest = points[0] if at < points[0][0] else points[-1]
-        return math.exp(nearest[1] + 2 * (at - nearest[0]))
+        """The KL that the probe would have come to at a learning rate."""
+        return _along([(trial.rate, trial.kl or 0.0) for trial in self.stable], rate, power=2)
 
     @property
     def change(self) -> Change | None:
@@ -231,7 +222,7 @@ class RateReport:
     def render(self) -> str:
         """The report as text."""
         lines = [
-            f"{self.steps} updates at each rate, from the same start and on the same prompts; KL to the start after them",
+            f"{self.steps} updates at each rate from the same start, on the same prompts; KL to the start after them",
             HEAD,
             *map(str, self.trials),
             "",
@@ -244,3 +235,14 @@ class RateReport:
 
 
 HEAD = f"{'rate':<8} {'KL':>8} {'grad norm':>10} {'changed':>8}   solve rate"
+
+
+def _along(points: Sequence[tuple[float, float]], x: float, power: float) -> float:
+    """y at x on straight lines between points in logarithms; beyond them y goes like x to the power."""
+    known = sorted((math.log(a), math.log(b)) for a, b in points)
+    at = math.log(x)
+    for (left, y_left), (right, y_right) in pairwise(known):
+        if left <= at <= right and left < right:
+            return math.exp(y_left + (y_right - y_left) * (at - left) / (right - left))
+    near = known[0] if at < known[0][0] else known[-1]
+    return math.exp(near[1] + power * (at - near[0]))
