@@ -26,6 +26,7 @@ from ..evaluate import EvalResult, evaluate_policy
 from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
 from ..objective.credit import learned
+from ..probe.filter import filtered, freeze, require_results
 from ..processes import is_main, of_main, share, wait_for_everyone, world_size
 from ..recipe import Recipe
 from ..rewards import load_rewards
@@ -90,16 +91,17 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
     previous = unfinished(recipe, resume, accept, say)
     ready = prepare(recipe, console)
     policy, rewards, dataset, eval_dataset = ready.policy, ready.rewards, ready.dataset, ready.eval_dataset
-    responses = None if recipe.pretrain is None else learnable(policy, dataset)
+    responses = None if recipe.pretrain is None else learnable(policy, ready.unfiltered)
     describe_policy(policy, console)
 
     run = RunDirectory(recipe, of_main(previous))
+    freeze(recipe, dataset)
     report_failures(rewards, run, console)
     with recorded(run), preemption() as asked, ExitStack() as open_until_end:
         if of_main((run.path / "start").is_dir()):
             policy = started(recipe, policy, run)
         elif responses is not None:
-            policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console, asked)
+            policy = warm_start(recipe, policy, ready.unfiltered, responses, rewards[0], run, console, asked)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
         trainer: RLTTTrainer | None = None
@@ -122,7 +124,7 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
             run.write_rollouts(rows)
             tracker.log_rollouts(rows[0]["step"], rows)
 
-        adapted = with_lora(recipe, policy, run)
+        adapted = with_lora(recipe, policy)
         trainer = make_trainer(ready.config, adapted, dataset, rewards, write_rollouts)
         diagnose_every = recipe.telemetry.diagnose_every
         if eval_dataset is not None and diagnose_every is not None:
@@ -161,6 +163,8 @@ class Ready:
     dataset: Dataset
     eval_dataset: Dataset | None
     config: RLTTConfig
+    unfiltered: Dataset
+    """Training rows before `data.filter`: those of a warm start, so that the policy is the one that was probed."""
 
 
 def prepare(recipe: Recipe, console: Console) -> Ready:
@@ -175,6 +179,7 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     if recipe.policy.lora is not None:
         require_peft()
     rewards = load_rewards(recipe.rewards)
+    require_results(recipe)
     problems, held_out = load_split(recipe.data)
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     chat = False if recipe.policy.new else recipe.data.chat_template
@@ -188,8 +193,9 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     check_columns(rewards, dataset.column_names)
     longest = check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
     config = trainer_config(recipe, rewards, longest, policy.model.num_parameters())
-    check_trainable(policy.model, config, dataset)
-    return Ready(policy, rewards, dataset, eval_dataset, config)
+    chosen = filtered(recipe, dataset, warning_on(console))
+    check_trainable(policy.model, config, chosen)
+    return Ready(policy, rewards, chosen, eval_dataset, config, dataset)
 
 
 def pretrain(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> Path:
@@ -410,12 +416,12 @@ def make_trainer(
     )
 
 
-def with_lora(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
+def with_lora(recipe: Recipe, policy: Policy) -> Policy:
     """The policy as RL trains it: with adapters where the recipe asks for them."""
     lora = recipe.policy.lora
     if lora is None:
         return policy
-    start = run.path / "start"  # what is not simply the recipe's checkpoint
+    start = recipe.run_directory / "start"  # what is not simply the recipe's checkpoint
     moved = recipe.pretrain is not None or recipe.policy.path is None or recipe.policy.convert is not None
     base = str(start.resolve()) if moved else str(recipe.policy.path)
     if Path(base).exists():
