@@ -101,7 +101,8 @@ def doctor(recipe: Recipe, console: Console) -> Report:
     updates = section.updates_per_rollout * section.num_iterations * (ROLLOUTS - 1) + 1
     with tempfile.TemporaryDirectory(prefix="rltt-doctor-") as folder:
         short = section.model_copy(update={"max_steps": updates, "warmup_steps": 0, "save_steps": None})
-        alone = recipe.model_copy(update={"run_dir": folder, "pretrain": None, "train": short})
+        data = recipe.data.model_copy(update={"filter": None})
+        alone = recipe.model_copy(update={"run_dir": folder, "pretrain": None, "data": data, "train": short})
         ready = prepare(alone, console)
         trainer = make_trainer(ready.config, ready.policy, ready.dataset, ready.rewards)
         show(trainer)

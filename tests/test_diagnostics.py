@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from rltt.cli.main import app
 from rltt.diagnostics.attention import LayerAttention, future_of, log_attention, measure_attention
 from rltt.diagnostics.diagnose import diagnose
+from rltt.diagnostics.light import LIGHT, measure_lightly
 from rltt.diagnostics.measures import MEASURES, RunningMean, measure_batch
 from rltt.diagnostics.recommend import recommend
 from rltt.errors import PolicyError
@@ -270,8 +271,40 @@ def test_a_batch_is_its_sequences_alone_and_the_model_stays_as_it_was(kind: str)
             torch.testing.assert_close(found.by_loop[name], alone.by_loop[name], rtol=1e-4, atol=1e-5, equal_nan=True)
         torch.testing.assert_close(found.peaks, alone.peaks)
     assert model.config._attn_implementation == usual
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert hooks_of(model) == 0
     assert torch.equal(model(IDS[None]).logits, before)
+
+
+def hooks_of(model: LoopedForCausalLM) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_light_measures_are_the_same_and_leave_no_trace(kind: str, loops: int) -> None:
+    model = make(kind, loops).train()
+    model.gradient_checkpointing_enable()
+    usual, random, hooks = model.config._attn_implementation, torch.get_rng_state(), hooks_of(model)
+    found = measure_lightly(model, IDS)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.config._attn_implementation == usual
+    assert all(module.training for module in model.modules())
+    assert hooks_of(model) == hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+    (full,) = measure_batch(model.eval(), [IDS], loops)
+    assert set(found) == set(LIGHT)
+    for name in LIGHT:
+        torch.testing.assert_close(found[name], full.by_loop[name], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_light_measures_of_16_bit_weights_and_of_states_that_are_not_finite() -> None:
+    model = make("looplm")
+    exact = measure_lightly(model, IDS)
+    narrow = measure_lightly(model.bfloat16(), IDS)
+    for name in LIGHT:
+        torch.testing.assert_close(narrow[name], exact[name], rtol=0.1, atol=0.1, equal_nan=True)
+    model.model.norm.weight.data[3] = float("inf")
+    assert all(values.isnan().all() for values in measure_lightly(model, IDS).values())
 
 
 def test_shares_and_peaks() -> None:
@@ -387,6 +420,19 @@ def test_command(tiny_ouro: Path, tmp_path: Path) -> None:
     assert again.exit_code == 2
     assert "is not overwritten" in again.output
     assert (out / "diagnostics.json").read_bytes() == before
+
+
+def test_a_terminal_of_80_columns_shows_every_heading(shared_data: Path, tmp_path: Path) -> None:
+    golden = shared_data / "golden" / "loopcoder-v2"  # has all measures
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": list(range(1, 20))}])
+    options = ["diagnose", str(golden), "--data", str(rows), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, options, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.output
+    tables = [line for line in result.output.splitlines() if line.startswith("┃")]
+    for heading in ("δ^(r)", "att. entropy", "head sim.", "gate", "Ω^(r)", "FP gap", "true token", "peak tokens"):
+        assert any(heading in line for line in tables), heading
+    assert result.stderr == ""
 
 
 def test_one_loop(tiny_ouro: Path, tmp_path: Path) -> None:

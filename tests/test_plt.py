@@ -323,6 +323,21 @@ def test_generate_with_left_padding_equals_greedy_forwards(kind: str, loops: int
         assert torch.equal(out.sequences[row, ids.shape[1] :], sequence[len(prompt) :])
 
 
+@pytest.mark.parametrize("loops", [2, 4])
+def test_several_samples_of_a_prompt_are_those_of_sequential_decoding(loops: int) -> None:
+    model, (ids, mask) = make_model(loops=loops), padded([tokens(3), tokens(8), tokens(5)], "left")
+    options = {"attention_mask": mask, "max_new_tokens": 12, "num_return_sequences": 4, "do_sample": True, "top_k": 0}
+    outputs = {}
+    for parallel in (True, False):
+        model.config.parallel_decode = parallel
+        torch.manual_seed(0)
+        outputs[parallel] = model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+    assert torch.equal(outputs[True].sequences, outputs[False].sequences)
+    parallel, sequential = (torch.stack(outputs[way].logits) for way in (True, False))
+    torch.testing.assert_close(parallel, sequential, atol=1e-5, rtol=1e-5)
+    assert len(outputs[True].sequences.unique(dim=0)) == 12  # each sample went its own way through the cache
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_beam_search_reorders_windows_and_states(kind: str) -> None:
     model, (ids, mask) = make_model(kind), padded([tokens(3), tokens(8)], "left")

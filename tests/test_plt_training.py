@@ -20,12 +20,15 @@ from typer.testing import CliRunner
 
 from rltt import RLTTConfig
 from rltt.cli.main import app
+from rltt.data import build_dataset, read_problems
 from rltt.errors import PolicyError, RecipeError
+from rltt.evaluate import evaluate_policy
 from rltt.models.configuration import IQuestPLTCoderConfig
 from rltt.models.convert import convert_checkpoint, loop_dense_model
-from rltt.models.load import load_policy
+from rltt.models.load import load_policy, load_tokenizer
 from rltt.models.plt import IQuestPLTCoderForCausalLM
-from rltt.recipe import load_recipe
+from rltt.recipe import DataSource, load_recipe
+from rltt.rewards import load_rewards
 from rltt.train import run
 from rltt.train.plan import count_parameters
 from rltt.train.pretrain import LoopLMTrainer, pad_collator
@@ -136,6 +139,42 @@ def test_pretraining_without_a_gate_is_of_the_last_loop(tmp_path: Path, epsilon:
     expected = (1 - epsilon) * each[-1] + epsilon * each.mean()
     assert found.item() == pytest.approx(expected.item(), abs=2e-5)
     assert abs(each[0] - each[-1]) > 1e-3
+
+
+def test_pretraining_without_a_gate_learns_to_solve(recipe_file: Path, tmp_path: Path) -> None:
+    changes = [
+        *("policy.new.hidden_size=64", "policy.new.intermediate_size=168", "policy.new.num_attention_heads=4"),
+        *("policy.new.window=64", "policy.loops=2", "data.train.size=2048", f"run_dir={tmp_path / 'run'}"),
+        "pretrain={max_steps: 110, batch_size: 48, learning_rate: 1.0e-2, warmup_steps: 10, epsilon: 0.2}",
+        *("train.save_steps=null", "rewards=[math]"),
+    ]
+    recipe = load_recipe(recipe_file, changes)
+    run.pretrain(recipe)
+    losses = [json.loads(line) for line in (tmp_path / "run" / "pretrain.jsonl").read_text().splitlines()]
+    assert losses[-1]["loop2/loss"] < 0.1 * losses[0]["loop2/loss"]
+
+    policy, tokenizer = (load(str(tmp_path / "run" / "policy")) for load in (load_policy, load_tokenizer))
+    problems = read_problems(DataSource(path="arithmetic", size=64, split="test"), recipe.data)
+    dataset, _ = build_dataset(problems, recipe.data, tokenizer)
+    (reward,) = load_rewards(recipe.rewards)
+    solved = [
+        evaluate_policy(
+            policy,
+            tokenizer,
+            dataset,
+            reward,
+            num_generations=1,
+            temperature=0,
+            max_completion_length=12,
+            batch_size=64,
+            stop_token_ids=[tokenizer.eos_token_id],
+            seed=0,
+            loops=loops,
+        ).solve_rate
+        for loops in (1, 2)
+    ]
+    assert solved[1] > 0.3
+    assert solved[1] > solved[0] + 0.2  # the second loop does its part of the work
 
 
 # ---------------------------------------------------------------------------------------------------------- conversion

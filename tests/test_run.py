@@ -14,18 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rltt.cli.main import app
+from rltt.diagnostics.light import LIGHT
+from rltt.diagnostics.measures import measure_batch
 from rltt.errors import DataError, PolicyError, RewardError, UserError
 from rltt.models.configuration import LoopedLlamaConfig
 from rltt.models.load import load_policy
 from rltt.models.looped_dense import LoopedLlamaForCausalLM
 from rltt.recipe import load_recipe
 from rltt.train import run
+from rltt.train.loop_telemetry import held_out_texts
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -249,6 +253,39 @@ def test_evaluation_changes_nothing_in_training(done: Done, folder: Path, tmp_pa
     assert second.pop("eval/stderr") >= 0
     assert without_times([first, second]) == without_times(done.metrics)
     assert not summary_of(every.path).keys() & {"eval_before", "eval_after"}
+
+
+def test_measuring_the_loops_changes_nothing_in_training(done: Done, folder: Path, tmp_path: Path) -> None:
+    watched = trained(folder, tmp_path / "watched", WARM, "telemetry.diagnose_every=2", "train.max_steps=3")
+    first, second, third = watched.metrics
+    names = {f"loop{t}/{name}" for t in (1, 2) for name in LIGHT} - {"loop1/cos_theta", "loop1/output_kl"}
+    assert not names & (first.keys() | third.keys())
+    found = {name: second.pop(name) for name in names}
+    assert second.pop("seconds/diagnose") > 0
+    assert without_times([first, second]) == without_times(done.metrics)
+    # The policy of two steps is that of the run that was not watched.
+    policy = load_policy(str(done.path / "policy"))
+    problems = run.load_split(done.recipe.data)[1]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(done.path / "policy")
+    texts = [
+        torch.tensor([*tokenizer(p.prompt)["input_ids"], *tokenizer(p.response)["input_ids"], tokenizer.eos_token_id])
+        for p in problems
+    ]
+    assert len(texts) == 8
+    measured = [measure_batch(policy.eval(), [text], 2)[0].by_loop for text in texts]
+    for name, value in found.items():
+        loop, measure = re.fullmatch(r"loop(\d)/(\w+)", name).groups()
+        expected = sum(text[measure][int(loop) - 1].item() for text in measured) / 8
+        assert value == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+
+
+def test_texts_to_measure_on_without_responses_are_prompt_and_gold(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": f"{n} plus {n} is", "gold": str(2 * n), "row": str(n)} for n in range(20)]
+    texts = held_out_texts(Dataset.from_list(rows), tokenizer, positions=5)
+    assert len(texts) == 8
+    whole = [*tokenizer(rows[1]["prompt"])["input_ids"], *tokenizer("2")["input_ids"], tokenizer.eos_token_id]
+    assert texts[0].tolist() == whole[:5]
+    assert held_out_texts(Dataset.from_list(rows), tokenizer, positions=50)[0].tolist() == whole
 
 
 def test_plain_grpo_with_checkpoints(folder: Path, tmp_path: Path) -> None:
@@ -566,9 +603,10 @@ def test_every_metric_of_a_step_stands_in_the_table(done: Done, folder: Path, tm
     table = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    watched = trained(folder, tmp_path / "watched", "evaluate={every: 1, num_generations: 2}")
+    watching = ("evaluate={every: 1, num_generations: 2}", "telemetry.diagnose_every=1")
+    watched = trained(folder, tmp_path / "watched", *watching)
     logged = {name for row in done.metrics + watched.metrics for name in row}
-    assert "eval/stderr" in logged
+    assert {"eval/stderr", "loop2/output_kl"} <= logged
     plain = {re.sub(r"^(rewards?)/\w+/", r"\1/{name}/", re.sub(r"^loop\d+/", "loop{t}/", name)) for name in logged}
     assert plain - documented == set()
     every_verdict_reads = {"kl", "solve_rate", "mixed_groups", "grad_norm", "reward_logp_corr", "update/changed"}

@@ -1,6 +1,7 @@
 """`train.sharding` as a DeepSpeed configuration, and launches of two processes: one voice, one error."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
+from rltt.data import build_dataset, load_split
+from rltt.diagnostics.light import LIGHT, measure_lightly
 from rltt.errors import RecipeError, UserError
 from rltt.launch import Layout, first_error
+from rltt.models.load import load_policy, load_tokenizer
 from rltt.processes import share
-from rltt.recipe import Recipe, TrainSection, check
+from rltt.recipe import Recipe, TrainSection, check, load_recipe
+from rltt.train.loop_telemetry import held_out_texts
 from rltt.train.run_directory import record_failure
 from rltt.train.sharding import deepspeed_config, join_processes
 
@@ -208,7 +214,7 @@ evaluate: {{every: 1, num_generations: 2, before: false}}
 @needs_deepspeed
 def test_two_processes_speak_and_write_as_one(tmp_path: Path, tiny_ouro: Path) -> None:
     # credit: final leaves the exit gate without a gradient, which must not be waited for.
-    done = run_two(tmp_path, tiny_ouro, "pass", "train.sharding=zero3")
+    done = run_two(tmp_path, tiny_ouro, "pass", "train.sharding=zero3", "telemetry.diagnose_every=1")
     assert done.returncode == 0, done.stderr[-4000:]
     for once in ("same as:", "policy: Ouro", "step 1/2", "step 2/2", "held-out after:", "finished:"):
         assert done.stdout.count(once) == 1, done.stdout
@@ -228,6 +234,16 @@ def test_two_processes_speak_and_write_as_one(tmp_path: Path, tiny_ouro: Path) -
     assert {name: weight.shape for name, weight in before.items()} == {n: w.shape for n, w in after.items()}
     assert any((before[name] != weight).any() for name, weight in after.items())
     assert not list(tmp_path.glob("rltt-launch-*"))
+
+    # What each loop does was measured on gathered weights, half of the texts by each process.
+    policy, tokenizer = load_policy(str(run / "policy")), load_tokenizer(str(run / "policy"))
+    recipe = load_recipe(run / "recipe.yaml", [])
+    dataset, _ = build_dataset(load_split(recipe.data)[1], recipe.data, tokenizer)
+    measured = [measure_lightly(policy, text) for text in held_out_texts(dataset, tokenizer, 64)]
+    for name in LIGHT:
+        expected = torch.stack([text[name] for text in measured]).mean(0)
+        found = [rows[1].get(f"loop{t}/{name}", math.nan) for t in (1, 2, 3)]
+        torch.testing.assert_close(torch.tensor(found).double(), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_one_failing_process_ends_the_launch_with_its_error(tmp_path: Path, tiny_ouro: Path) -> None:

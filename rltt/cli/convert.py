@@ -28,7 +28,10 @@ def convert(
     }
     how = check(ConvertSection, values, source="rltt convert")
 
+    from transformers.utils import logging
+
     from rltt.models.convert import convert_checkpoint
 
+    logging.disable_progress_bar()  # loading takes a moment, and its bar would stay on the screen
     convert_checkpoint(model, out, loops, how.mixing, how.mixing_init, how.norm_each_loop, how.family, how.window)
     typer.echo(f"written: {out}")

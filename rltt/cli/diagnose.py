@@ -26,8 +26,11 @@ def diagnose(
 
     source = check(DataSource, {"path": data, "split": split, "config": config}, source="--data")
 
+    from transformers.utils import logging
+
     from rltt.diagnostics.diagnose import run_diagnose
 
+    logging.disable_progress_bar()  # loading takes a moment, and its bar would stay on the screen
     run_diagnose(
         model,
         source,

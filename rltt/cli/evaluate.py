@@ -44,8 +44,11 @@ def evaluate(
         DataSection, {"train": source, "eval": source, "prompt_template": prompt_template}, source="rltt eval"
     )
 
+    from transformers.utils import logging
+
     from rltt.evaluate import run_eval
 
+    logging.disable_progress_bar()  # loading takes a moment, and its bar would stay on the screen
     run_eval(
         model=model,
         data=section,

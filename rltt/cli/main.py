@@ -13,6 +13,7 @@ from rltt.cli.diagnose import diagnose
 from rltt.cli.doctor import doctor
 from rltt.cli.evaluate import evaluate
 from rltt.cli.pretrain import pretrain
+from rltt.cli.probe import probe
 from rltt.cli.report import report
 from rltt.cli.reward import reward
 from rltt.cli.serve import serve
@@ -64,7 +65,7 @@ def _options(
     """Options of `rltt` itself."""
 
 
-for command in (train, doctor, diagnose, verdict, watch, dashboard, report, pretrain, convert):
+for command in (train, probe, doctor, diagnose, verdict, watch, dashboard, report, pretrain, convert):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command("eval")(evaluate)

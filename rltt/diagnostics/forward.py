@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -39,6 +40,15 @@ class LoopStates:
     handed: list[Float[Tensor, "B S H"]]
     normed: list[Float[Tensor, "B S H"]]
 
+    @property
+    def finite(self) -> bool:
+        """Whether no state holds a NaN or an infinity."""
+        return all(bool(torch.isfinite(state).all()) for state in self.handed)
+
+    def of(self, sequence: int, length: int) -> "LoopStates":
+        """The states [S, H] of one sequence of the batch, without its padding."""
+        return LoopStates(*([h[sequence, :length] for h in states] for states in (self.handed, self.normed)))
+
 
 def run_loops(model: LoopedForCausalLM, ids: Int[Tensor, "B S"], loops: int, **kwargs: Any) -> LoopStates:
     """The states of every loop."""
@@ -50,11 +60,13 @@ def run_loops(model: LoopedForCausalLM, ids: Int[Tensor, "B S"], loops: int, **k
 
 
 def block_of_states(model: LoopedForCausalLM, states: LoopStates, loops: int) -> list[Float[Tensor, "B S H"]]:
-    """f_θ(h^(r)) for r = 1 to `loops` - 1: the shared block on the state itself, nothing mixed in or shifted.
+    """f_θ(h^(r)) for r = 1 to `loops`: the shared block on the state itself, nothing mixed in or shifted.
 
     What enters loop r + 1 is replaced by h^(r). In a Parallel Loop Transformer the block then attends as a later loop
-    does, to the keys and values that loop 1 made of this text.
+    does, to the keys and values that loop 1 made of this text. With one adapter a loop there is none after the last,
+    and the image of its state is left out.
     """
+    depth = loops + (not model.model.loop_adapters)
     calls = 0
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -66,7 +78,7 @@ def block_of_states(model: LoopedForCausalLM, states: LoopStates, loops: int) ->
     handle = model.model.layers[0].register_forward_pre_hook(replace)
     try:
         with _caught(model, images):
-            model.model(inputs_embeds=states.handed[0], use_cache=False, loops=loops)
+            model.model(inputs_embeds=states.handed[0], use_cache=False, loops=depth)
     finally:
         handle.remove()
     return images.handed[1:]
@@ -166,11 +178,20 @@ def watching(model: LoopedForCausalLM, lengths: list[int], seen: Seen) -> Iterat
     ]
     if isinstance(model.model, PLTModel):
         handles += [gate.register_forward_hook(gated) for gate in model.model.gates]
-    config, usual = model.config, model.config._attn_implementation
-    config._attn_implementation = WATCHED
     try:
-        yield {"watch": watch}
+        with attention_by(model, WATCHED):
+            yield {"watch": watch}
     finally:
-        config._attn_implementation = usual
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def attention_by(model: LoopedForCausalLM, implementation: str) -> Iterator[None]:
+    """Within, the model attends by another of transformers' attention functions."""
+    config, usual = model.config, model.config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual

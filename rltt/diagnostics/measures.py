@@ -17,7 +17,7 @@ from ..models.looped import LoopedForCausalLM
 from .attention import LayerAttention, mean_pairwise, measure_attention
 from .forward import LoopStates, block_of_states, run_loops, watching
 from .hidden import effective_rank, fixed_point_gap, offset_cost, step_size, update_alignment
-from .outputs import measure_outputs
+from .outputs import OutputMeasures, measure_outputs
 
 HIDDEN = ("step_size", "cos_theta", "effective_rank", "fixed_point_gap", "offset_cost")
 ATTENTION = ("attention_entropy", "attention_kl", "head_effective_rank", "head_similarity", "gate_mean")
@@ -64,13 +64,12 @@ def measure_batch(
         every = [_Attention(loops, model, len(ids)) for ids in sequences]
         with watching(model, lengths, lambda loop, layer, b, now, before: every[b].add(loop, now, before)) as watch:
             states = run_loops(model, batch, loops, **watch)
-        # One adapter a loop: there is no loop after the last to be a fixed point of.
-        images = block_of_states(model, states, loops + (not model.model.loop_adapters))
+        images = block_of_states(model, states, loops)
         return [
             _measure_sequence(
                 model,
                 batch[b, :length],
-                LoopStates([h[b, :length] for h in states.handed], [h[b, :length] for h in states.normed]),
+                states.of(b, length),
                 [image[b, :length] for image in images],
                 every[b],
             )
@@ -85,10 +84,34 @@ def _measure_sequence(
     images: list[Float[Tensor, "S H"]],
     attention: "_Attention",
 ) -> SequenceMeasures:
-    h, loops = states.handed, len(states.normed)
-    if not all(torch.isfinite(state).all() for state in h):
+    if not states.finite:
         raise PolicyError("the states of the policy are not finite: its weights are damaged, or overflow in fp32")
-    found = attention.by_loop | {name: torch.full((loops,), math.nan) for name in HIDDEN}
+    by_loop, outputs = measure_states(model, ids, states, images)
+    loops = len(states.normed)
+    peaks = torch.zeros(loops, dtype=torch.float64)
+    if loops > 1:
+        peaks[1:] = torch.bincount(outputs.kl.argmax(-1).cpu(), minlength=loops - 1)
+    found = attention.by_loop | by_loop
+    return SequenceMeasures(
+        tokens=len(ids),
+        by_loop={name: found[name] for name in MEASURES},
+        similarity=attention.similarity,
+        peaks=peaks,
+        embedding_rank=effective_rank(states.handed[0]).item(),
+    )
+
+
+def measure_states(
+    model: LoopedForCausalLM, ids: Int[Tensor, " S"], states: LoopStates, images: list[Float[Tensor, "S H"]]
+) -> tuple[dict[str, Float[Tensor, " R"]], OutputMeasures]:
+    """The measures of `HIDDEN` and of `OUTPUTS` by loop, NaN where one does not exist; and the latter by position.
+
+    Args:
+        states: of one sequence; finite.
+        images: of `block_of_states`.
+    """
+    h, loops = states.handed, len(states.normed)
+    found = {name: torch.full((loops,), math.nan, dtype=torch.float64) for name in HIDDEN}
     for r in range(1, loops + 1):
         found["step_size"][r - 1] = step_size(h[r], h[r - 1])
         found["effective_rank"][r - 1] = effective_rank(h[r])
@@ -103,16 +126,7 @@ def _measure_sequence(
     found["output_entropy"] = outputs.entropy.mean(0).cpu()
     found["output_kl"] = torch.cat([nothing, outputs.kl.mean(0).cpu()])
     found["true_token_rank"] = outputs.true_rank.mean(0).cpu()
-    peaks = torch.zeros(loops, dtype=torch.float64)
-    if loops > 1:
-        peaks[1:] = torch.bincount(outputs.kl.argmax(-1).cpu(), minlength=loops - 1)
-    return SequenceMeasures(
-        tokens=len(ids),
-        by_loop={name: found[name].double() for name in MEASURES},
-        similarity=attention.similarity,
-        peaks=peaks,
-        embedding_rank=effective_rank(h[0]).item(),
-    )
+    return found, outputs
 
 
 class _Attention:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..report.figures import LIGHT
 from .report import Diagnosis
@@ -63,6 +63,12 @@ def _gain_and_cost(diagnosis: Diagnosis) -> Figure:
     axes.set_ylabel("gain: output KL Δp (nats, log)", fontsize=9, color=LIGHT.of(0))
     axes.set_yscale("log")
     _line(axes, diagnosis, "output_kl", LIGHT.of(0))
+    gains = [row["output_kl"] for row in diagnosis.loops if row["output_kl"]]
+    if gains:  # wide enough for a few round numbers, which are written as they are
+        axes.set_ylim(min(gains) / 2, max(gains) * 2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_locator(NullLocator())
     costs = [row["offset_cost"] for row in diagnosis.loops]
     if any(cost is not None for cost in costs):
         beside = axes.twinx()

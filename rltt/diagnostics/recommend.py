@@ -93,6 +93,7 @@ def _limits(loops: int, samples: int, trained_loops: int, offset: bool) -> list[
         "a rule of thumb from one family of models (7B PLT, 18T tokens); it does not measure task accuracy: evaluate "
         "the number of loops that it names",
         "the loop count of training shapes the ranks: another number of loops means another training",
+        "it cannot tell whether the loops were trained: of a model just made or converted it says nothing",
     ]
     if samples < 2:
         limits.append("a single sequence: the changes have no standard error, and their sign alone decides")

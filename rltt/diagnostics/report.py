@@ -40,24 +40,27 @@ class Column:
         return f"{value:.{self.digits}f}"
 
 
-# Columns of the paper's Table 3.
+# Each of a terminal's width. The first has the columns of the paper's Table 3.
 TABLE_3 = (
     Column("step_size", "δ^(r)"),
     Column("output_kl", "Δp^(r)"),
     Column("effective_rank", "Eff. rank", 1),
     Column("cos_theta", "cos θ^(r)"),
 )
-FURTHER = (
-    Column("fixed_point_gap", "FP gap"),
-    Column("offset_cost", "Ω^(r)"),
+ATTENTION = (
     Column("attention_entropy", "att. entropy"),
     Column("attention_kl", "att. KL", 3),
     Column("head_effective_rank", "head rank"),
     Column("head_similarity", "head sim.", 3),
     Column("gate_mean", "gate", 3),
+)
+OTHERS = (
+    Column("fixed_point_gap", "FP gap"),
+    Column("offset_cost", "Ω^(r)"),
     Column("true_token_rank", "true token", 1),
     Column("output_entropy", "entropy"),
 )
+TABLES = {"Per-loop behavior": TABLE_3, "Attention": ATTENTION, "Fixed point, offset and outputs": OTHERS}
 LENSES = {"output": "share of Δp", "attention": "share of att. KL", "peak": "peak tokens"}
 
 
@@ -107,9 +110,10 @@ class Diagnosis:
 
     def tables(self) -> list[tuple[str, list[str], list[list[Cell]]]]:
         """Title, headings and cells of each table."""
-        shown = [("Per-loop behavior", ["Loop", *(c.heading for c in TABLE_3)], self._cells(TABLE_3))]
-        further = [c for c in FURTHER if any(row[c.measure] is not None for row in self.loops)]
-        shown.append(("Attention, offset and outputs", ["Loop", *(c.heading for c in further)], self._cells(further)))
+        shown = []
+        for title, columns in TABLES.items():
+            known = [c for c in columns if c in TABLE_3 or any(row[c.measure] is not None for row in self.loops)]
+            shown.append((title, ["Loop", *(c.heading for c in known)], self._cells(known)))
         if len(self.loops) > 1:
             cells = [
                 [

@@ -10,6 +10,7 @@ yaml_dialect.py  safe YAML in which 1e-6 is a number and a key given twice an er
 from rltt.recipe.load import check, load_recipe
 from rltt.recipe.schema import (
     ConvertSection,
+    DataFilter,
     DataSection,
     DataSource,
     EvaluateSection,
@@ -27,6 +28,7 @@ from rltt.recipe.schema import (
 
 __all__ = [
     "ConvertSection",
+    "DataFilter",
     "DataSection",
     "DataSource",
     "EvaluateSection",

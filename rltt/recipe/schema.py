@@ -159,6 +159,21 @@ class DataSource(Section):
             yield from self.idle("config", unless="path is a data set on the Hub")
 
 
+class DataFilter(Section):
+    """Which prompts are trained on, by how often the policy solves them; `rltt probe` measures that."""
+
+    solve_rate: list[Annotated[float, Field(ge=0, le=1)]]
+    """Lowest and highest share of solved completions of a prompt that is kept, both included, such as [0.1, 0.9]."""
+    unprobed: Literal["stop", "keep", "drop"] = "stop"
+    """Prompts that no probe has sampled: end the run before it begins, train on them, or leave them out."""
+
+    def problems(self) -> Iterator[Problem]:
+        if len(self.solve_rate) != 2 or self.solve_rate[0] > self.solve_rate[1]:
+            yield "solve_rate", f"found {self.solve_rate}; expected [lowest, highest], such as [0.1, 0.9]"
+        elif self.solve_rate == [0, 1] and self.unprobed != "drop":
+            yield "solve_rate", "[0, 1] keeps every prompt; narrow it, or remove data.filter"
+
+
 class DataSection(Section):
     """Prompts and golds."""
 
@@ -182,6 +197,8 @@ class DataSection(Section):
     """Use the chat template; null: when the tokenizer has one."""
     max_prompt_length: Count | None = None
     """Drop, and report, prompts of more tokens than this."""
+    filter: DataFilter | None = None
+    """Train only on prompts of some solve rates; the warm start and the evaluation take all."""
 
     def problems(self) -> Iterator[Problem]:
         if self.holdout and self.eval:
@@ -414,6 +431,8 @@ class TelemetrySection(Section):
     """Where the numbers are sent besides the run directory; Trackio's page opens with `rltt dashboard`."""
     on_stalled: Literal["warn", "stop"] = "warn"
     """When the verdict is that the policy will not move: say so, or end the run as well."""
+    diagnose_every: Count | None = 10
+    """Steps between measures of what each loop does, on 8 rows of data.eval or data.holdout; null: none."""
 
 
 class PretrainSection(Section):
@@ -508,6 +527,9 @@ class Recipe(Section):
                 "every", "num_generations", "temperature", "batch_size", unless="data.eval or data.holdout is given"
             ):
                 yield f"evaluate.{key}", message
+            if self.telemetry.diagnose_every is not None:
+                for key, message in self.telemetry.idle("diagnose_every", unless="data.eval or data.holdout is given"):
+                    yield f"telemetry.{key}", message
         if self.policy.lora:
             yield from self._lora_problems(self.policy.lora)
         if self.policy.new:
@@ -565,3 +587,5 @@ class Recipe(Section):
             yield "pretrain", "missing; add the section (pretrain: {} takes every default)"
         elif self.pretrain.stop_at_solve_rate is not None:
             yield "pretrain.stop_at_solve_rate", "only the warm start of `rltt train` samples; set it to null"
+        if self.data.filter is not None:
+            yield "data.filter", "has no effect on pretraining, which takes all rows; remove the key"

@@ -60,6 +60,9 @@ LOOPS = (
     ("entropy", "Entropy at each loop", "nats a token; falls with the loop"),
     ("kl_to_last", "KL to the last loop", "nats a token; falls with the loop, not 0 before the last"),
     ("credit", "Credit of each loop", "share; as objective.credit says"),
+    ("effective_rank", "Effective rank at each loop", "of the states of held-out texts; see docs/diagnose.md"),
+    ("output_kl", "Output shift of each loop", "nats a token to the loop before, held-out; 0: the loop does nothing"),
+    ("true_token_rank", "Rank of the true token", "held-out, 1 is best; falls with the loop"),
 )
 
 

@@ -107,11 +107,8 @@ def tokenize_responses(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max
     """
     if "response" not in dataset.column_names:
         raise DataError("the LoopLM objective needs a response in every row: name its column in data.columns.response")
-    prompts = prompt_ids(dataset["prompt"][:], tokenizer)
-    end = end_of_response_id(tokenizer, chat=not isinstance(dataset[0]["prompt"], str))
-    responses = [[*ids, end] for ids in tokenizer(dataset["response"][:], add_special_tokens=False)["input_ids"]]
-    rows = list(zip(prompts, responses, dataset["row"], strict=True))
-    for prompt, response, where in rows:
+    rows = with_responses(dataset, "response", tokenizer)
+    for (prompt, response), where in zip(rows, dataset["row"], strict=True):
         if len(prompt) + len(response) > max_length:
             raise DataError(
                 f"{where}: prompt and response have {len(prompt) + len(response)} tokens, more than the "
@@ -119,10 +116,20 @@ def tokenize_responses(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max
             )
     return Dataset.from_dict(
         {
-            "input_ids": [prompt + response for prompt, response, _ in rows],
-            "labels": [[-100] * len(prompt) + response for prompt, response, _ in rows],
+            "input_ids": [prompt + response for prompt, response in rows],
+            "labels": [[-100] * len(prompt) + response for prompt, response in rows],
         }
     )
+
+
+def with_responses(
+    dataset: Dataset, column: str, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids of each prompt, as for a rollout, and of its response, with the token that ends a completion."""
+    end = end_of_response_id(tokenizer, chat=not isinstance(dataset[0]["prompt"], str))
+    prompts = prompt_ids(dataset["prompt"][:], tokenizer)
+    responses = tokenizer(dataset[column][:], add_special_tokens=False)["input_ids"]
+    return [(prompt, [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def pad_collator(pad_token_id: int) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Tensor]]:

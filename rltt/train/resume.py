@@ -25,7 +25,7 @@ FREE = frozenset(
         "train.max_nonfinite_steps",
         *("evaluate.every", "evaluate.before", "evaluate.after"),
         *("rollout.parity_check_rollouts", "rollout.vllm_server", "rollout.vllm_gpu_memory_utilization"),
-        *("rollout.vllm_timeout", "telemetry.tracker"),
+        *("rollout.vllm_timeout", "telemetry.tracker", "telemetry.diagnose_every"),
     }
 )
 """Keys that may change while a run goes on: they decide how long, and what is looked at, but not what is learned."""

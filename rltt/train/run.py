@@ -25,6 +25,7 @@ from ..evaluate import EvalResult, evaluate_policy
 from ..models.adapters import add_lora, require_peft, without_wrapper
 from ..models.load import load_config, load_policy, stop_token_ids
 from ..objective.credit import learned
+from ..probe.filter import filtered, freeze, require_results
 from ..processes import is_main, of_main, share, wait_for_everyone, world_size
 from ..recipe import Recipe
 from ..rewards import load_rewards
@@ -38,6 +39,7 @@ from .callbacks import MetricsCallback, PretrainMetricsCallback, held_out_metric
 from .config import RLTTConfig
 from .console import ProgressCallback
 from .faults import NonFiniteError
+from .loop_telemetry import LoopTelemetry, held_out_texts
 from .plan import plan
 from .policy import (
     Policy,
@@ -86,17 +88,18 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
     console = make_console()
     say = warning_on(console)
     previous = unfinished(recipe, resume, accept, say)
-    policy, rewards, dataset, eval_dataset, config = prepare(recipe, console)
-    responses = None if recipe.pretrain is None else learnable(policy, dataset)
+    policy, rewards, dataset, eval_dataset, config, unfiltered = prepare(recipe, console)
+    responses = None if recipe.pretrain is None else learnable(policy, unfiltered)
     describe_policy(policy, console)
 
     run = RunDirectory(recipe, of_main(previous))
+    freeze(recipe, dataset)
     report_failures(rewards, run, console)
     with recorded(run), preemption() as asked, ExitStack() as open_until_end:
         if of_main((run.path / "start").is_dir()):
             policy = started(recipe, policy, run)
         elif responses is not None:
-            policy = warm_start(recipe, policy, dataset, responses, rewards[0], run, console, asked)
+            policy = warm_start(recipe, policy, unfiltered, responses, rewards[0], run, console, asked)
         elif recipe.policy.new is not None or recipe.policy.convert is not None:
             run.save_policy(policy.model, policy.tokenizer, "start")
             wait_for_everyone()
@@ -121,8 +124,12 @@ def train(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> P
             run.write_rollouts(rows)
             tracker.log_rollouts(rows[0]["step"], rows)
 
-        adapted = with_lora(recipe, policy, run)
+        adapted = with_lora(recipe, policy)
         trainer = make_trainer(config, adapted, dataset, rewards, write_rollouts)
+        diagnose_every = recipe.telemetry.diagnose_every
+        if eval_dataset is not None and diagnose_every is not None:
+            texts = held_out_texts(eval_dataset, policy.tokenizer, policy.model.config.max_position_embeddings)
+            trainer.add_callback(LoopTelemetry(trainer, texts, diagnose_every, trainer.note))
         evaluate_during = evaluate if eval_dataset is not None and recipe.evaluate.every else None
         verdict = live_verdict(recipe, run, console)
         verdict.alert = tracker.alert
@@ -155,6 +162,8 @@ class Ready(NamedTuple):
     dataset: Dataset
     eval_dataset: Dataset | None
     config: RLTTConfig
+    unfiltered: Dataset
+    """Training rows before `data.filter`: those of a warm start, so that the policy is the one that was probed."""
 
 
 def prepare(recipe: Recipe, console: Console) -> Ready:
@@ -169,6 +178,7 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     if recipe.policy.lora is not None:
         require_peft()
     rewards = load_rewards(recipe.rewards)
+    require_results(recipe)
     problems, held_out = load_split(recipe.data)
     transformers_logging.disable_progress_bar()  # loading and saving would draw over the run's own bar
     chat = False if recipe.policy.new else recipe.data.chat_template
@@ -182,8 +192,9 @@ def prepare(recipe: Recipe, console: Console) -> Ready:
     check_columns(rewards, dataset.column_names)
     longest = check_lengths(recipe, policy, [dataset, *([eval_dataset] if eval_dataset else [])])
     config = trainer_config(recipe, rewards, longest, policy.model.num_parameters())
-    check_trainable(policy.model, config, dataset)
-    return Ready(policy, rewards, dataset, eval_dataset, config)
+    chosen = filtered(recipe, dataset, warning_on(console))
+    check_trainable(policy.model, config, chosen)
+    return Ready(policy, rewards, chosen, eval_dataset, config, dataset)
 
 
 def pretrain(recipe: Recipe, resume: bool = False, accept: Sequence[str] = ()) -> Path:
@@ -408,12 +419,12 @@ def make_trainer(
     )
 
 
-def with_lora(recipe: Recipe, policy: Policy, run: RunDirectory) -> Policy:
+def with_lora(recipe: Recipe, policy: Policy) -> Policy:
     """The policy as RL trains it: with adapters where the recipe asks for them."""
     lora = recipe.policy.lora
     if lora is None:
         return policy
-    start = run.path / "start"  # what is not simply the recipe's checkpoint
+    start = recipe.run_directory / "start"  # what is not simply the recipe's checkpoint
     moved = recipe.pretrain is not None or recipe.policy.path is None or recipe.policy.convert is not None
     base = str(start.resolve()) if moved else str(recipe.policy.path)
     if Path(base).exists():

@@ -6,6 +6,7 @@
     verdict.json      whether the policy moves, as of the last step: verdict, cause, confidence, evidence, change
     pretrain.jsonl    the same for the warm start, or for `rltt pretrain`
     reward_failures.jsonl   each completion on which a reward function failed, with the traceback; only if there is one
+    kept_rows.json    the training rows that data.filter has kept; only with it
     rollouts/         the completions of each step: prompt, completion, gold, rewards, advantage
     start/            the policy that RL started from, where it is not simply the checkpoint of the recipe
     checkpoints/      every train.save_steps steps, to go on from; those of a warm start in checkpoints/pretrain/

@@ -130,7 +130,7 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         self.parity_gate = ParityGate(self, args.parity_check_rollouts)
         self.max_nonfinite_steps = args.max_nonfinite_steps
         self.scoring_memory = ScoringMemory()
-        self.add_callback(UpdateShare(self, lambda share: self._metrics["train"]["update/changed"].append(share)))
+        self.add_callback(UpdateShare(self, partial(self.note, "update/changed")))
         self.rollout_writer = rollout_writer
         self._token_means = {"train": TokenMeans(), "eval": TokenMeans()}
         self._loop_log_probs: Tensor | None = None
@@ -586,6 +586,10 @@ class RLTTTrainer(GuardedTrainer, GRPOTrainer):
         for name in [key for key in metrics if key.startswith("seconds/")]:
             metrics[name] = [sum(metrics[name])]
         super().log(logs, start_time)
+
+    def note(self, name: str, value: float) -> None:
+        """Log a metric of training with the step at hand."""
+        self._metrics["train"][name].append(value)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
