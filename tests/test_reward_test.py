@@ -1,6 +1,7 @@
 """`rltt reward test`: a reward function on real completions, before a run."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -307,12 +308,57 @@ def test_messages_tokenizer_and_prompts(folder, tokenizer):
 
     yes = [Sample("c:1", "yes"), Sample("c:2", [{"role": "assistant", "content": "no"}])]
     assert rewards("says", yes, chat=True) == [1.0, 0.0]
-    assert rewards("length", [Sample("c:1", "Tom has 4")], tokenizer=tokenizer) == [3.0]
+    assert rewards("length", [Sample("c:1", "Tom has 4")], tokenizer=lambda: tokenizer) == [3.0]
     with pytest.raises(RewardError, match="name one with --tokenizer"):
         rewards("length", yes)
     assert rewards("prompted", [Sample("c:1", "one? 1", "one?")]) == [1.0]
     with pytest.raises(RewardError, match="takes prompts"):
         rewards("prompted", yes)
+
+
+RECIPE = """\
+name: x
+policy: {new: {hidden_size: 16, num_attention_heads: 2}, loops: 2}
+data: {train: {path: arithmetic, size: 4}}
+rewards: [{use: mine.py:length, weight: 0.5}, {use: "mine.py:scaled", args: {factor: 2}}, math]
+"""
+
+
+@pytest.fixture
+def recipe(folder):
+    (folder / "mine.py").write_text(
+        REWARDS + "def scaled(completions, factor, **kwargs):\n    return [float(factor)] * len(completions)\n"
+    )
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder / "recipe.yaml"
+
+
+def test_the_rewards_of_a_recipe_with_their_args_its_data_and_the_tokenizer_of_its_new_policy(recipe):
+    done = rltt_command("reward", "test", "--recipe", recipe, "--json")
+    assert done.exit_code == 0, done.output
+    lengths, scaled, math = ([row["reward"] for row in report["rows"]] for report in json.loads(done.stdout))
+    assert len(lengths) == 12  # boxed, bare, and empty
+    assert min(lengths) == 0
+    assert max(lengths) > 2
+    assert set(scaled) == {2.0}
+    assert sum(value == 1.0 for value in math) == 4
+
+
+def test_one_reward_of_a_recipe_with_another_argument(recipe):
+    done = rltt_command("reward", "test", "scaled", "--recipe", recipe, "--arg", "factor=3.5", "--json")
+    assert {row["reward"] for row in json.loads(done.stdout)["rows"]} == {3.5}
+    done = rltt_command("reward", "test", "nobody", "--recipe", recipe)
+    assert "nobody is none of the recipe's rewards" in done.stderr
+    done = rltt_command("reward", "test", "scaled", "--recipe", recipe, "--arg", "factor")
+    assert "write it as key=value" in done.stderr
+
+
+def test_a_reward_in_this_process(folder):
+    (folder / "mine.py").write_text("import os\ndef pid(completions, **kwargs):\n    return [float(os.getpid())]\n")
+    (folder / "one.jsonl").write_text('{"completion": "x"}\n')
+    command = ("reward", "test", f"{folder}/mine.py:pid", "--completions", folder / "one.jsonl", "--json")
+    pids = [json.loads(rltt_command(*command, *more).stdout)["rows"][0]["reward"] for more in ([], ["--no-isolate"])]
+    assert pids[1] == os.getpid() != pids[0]
 
 
 def test_samples_of_golds():

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ import yaml
 
 if TYPE_CHECKING:
     from rltt.data import Problem
-    from rltt.recipe import Recipe, RewardEntry
+    from rltt.recipe import Recipe
     from rltt.rewards.trial import Trial, TrialReport
 
 reward = typer.Typer(help="Try reward functions.", no_args_is_help=True)
@@ -87,8 +87,7 @@ def try_out(
         check(RewardEntry, keyed | keys | {"args": keyed.get("args", {}) | args}, source="rltt reward test")
         for keyed in written
     ]
-    if resolved is not None:
-        tokenizer = tokenizer or resolved.policy.path
+    load = _tokenizer(tokenizer, resolved)
 
     from rltt.data.sources import spread
     from rltt.rewards.samples import read_samples, samples_of_golds, with_data
@@ -105,13 +104,8 @@ def try_out(
     else:
         samples = read_samples(completions)
         samples = spread(samples if problems is None else with_data(samples, problems), limit)
-    loaded = None
-    if tokenizer is not None and (resolved is None or _takes_tokenizer(entries)):
-        from rltt.models.load import load_tokenizer
-
-        loaded = load_tokenizer(tokenizer)
     with _prints_to_stderr():  # what the function prints must not stand between the lines of the result
-        reports = [try_reward(entry, samples, chat=chat, tokenizer=loaded) for entry in entries]
+        reports = [try_reward(entry, samples, chat=chat, tokenizer=load) for entry in entries]
     if as_json:
         found = [report.to_json() for report in reports]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False, indent=2, default=str))
@@ -142,11 +136,24 @@ def _of_recipe(recipe: "Recipe", use: str | None) -> list[dict[str, Any]]:
     return [entry.model_dump(exclude_unset=True) for entry in found]
 
 
-def _takes_tokenizer(entries: "list[RewardEntry]") -> bool:
-    """Whether a function names the tokenizer: a checkpoint is not touched for nothing."""
-    from rltt.rewards import load_rewards
+def _tokenizer(path: str | None, recipe: "Recipe | None") -> Callable[[], Any] | None:
+    """Loads the tokenizer of a checkpoint or of a recipe's policy: called only when a function names it."""
+    checkpoint = path
+    if path is None and recipe is not None:
+        checkpoint = recipe.policy.path
+        if checkpoint is None:
+            from rltt.data import arithmetic_tokenizer
 
-    return any(reward.tokenizer_names for reward in load_rewards(entries))
+            return arithmetic_tokenizer
+    if checkpoint is None:
+        return None
+
+    def load() -> Any:
+        from rltt.models.load import load_tokenizer
+
+        return load_tokenizer(checkpoint)
+
+    return load
 
 
 def _problems(path: str) -> "list[Problem]":

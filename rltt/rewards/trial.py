@@ -101,12 +101,12 @@ class TrialReport:
 
 
 def try_reward(
-    entry: RewardEntry, samples: Sequence[Sample], *, chat: bool = False, tokenizer: Any = None
+    entry: RewardEntry, samples: Sequence[Sample], *, chat: bool = False, tokenizer: Callable[[], Any] | None = None
 ) -> TrialReport:
     """Call the reward function that a recipe would name with `entry` on the samples.
 
-    With `chat`, completions that are text are passed as messages, as of a policy with a chat template. `tokenizer` is
-    for functions that name it.
+    With `chat`, completions that are text are passed as messages, as of a policy with a chat template. `tokenizer`
+    loads the one for functions that name it.
 
     Raises:
         RewardError: there is no such function, or it needs what the samples have not.
@@ -118,7 +118,7 @@ def try_reward(
     assert reward.guard is not None  # load_rewards guards every function
     _check_inputs(reward, entry, samples, tokenizer)
     if tokenizer is not None and reward.tokenizer_names:
-        use_tokenizer([reward], tokenizer)
+        use_tokenizer([reward], tokenizer())
     calls = reward.guard.calls
     outcomes: list[Outcome | None] = [None] * len(samples)
     state = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0)
